@@ -1,0 +1,1 @@
+"""Examples that train models with jax_mla."""
