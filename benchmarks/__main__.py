@@ -1,0 +1,128 @@
+"""The one benchmark command. See --help."""
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+
+import jax
+import jax.numpy as jnp
+
+import jax_mla
+from benchmarks import peers, timing
+from jax_mla import MLAConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    config: MLAConfig
+    batch: int
+    tokens: int  # a batch row
+    dtype: str
+
+
+PRESETS = {
+    "small-cpu": Preset(MLAConfig(512, 8, 256, 128, 64, 32, 64), 1, 1024, "float32"),
+    "deepseek_v3": Preset(dataclasses.replace(MLAConfig.deepseek_v3(), rope=jax_mla.RopeConfig()), 2, 4096, "bfloat16"),
+}
+
+
+def layer(preset: Preset, tokens: int, repeats: int, seed: int) -> list[dict]:
+    """The whole layer: output alone, and output with all gradients (parameters' and input's)."""
+    config, dtype = preset.config, jnp.dtype(preset.dtype)
+    keys = jax.random.split(jax.random.key(seed), 3)
+    params = jax.jit(lambda key: jax_mla.init(key, config))(keys[0])
+    x = jax.random.normal(keys[1], (preset.batch, tokens, config.hidden_size), dtype)
+    dy = jax.random.normal(keys[2], x.shape, dtype)
+
+    def gradients(function):
+        def step(params, x, dy):
+            y, vjp = jax.vjp(lambda params, x: function(params, x, config), params, x)
+            return y, vjp(dy)
+
+        return step
+
+    implementations = {"xla": jax_mla.mla, "jnp_usual": peers.jnp_usual_layer}
+    rows = []
+    for direction in ("fwd", "fwd_bwd"):
+        compiled = {}
+        for name, function in implementations.items():
+            step = gradients(function) if direction == "fwd_bwd" else lambda p, x, dy, f=function: f(p, x, config)
+            compiled[name] = jax.jit(step).lower(params, x, dy).compile()
+        with jax.default_matmul_precision("highest"):
+            exact = peers.jnp_usual_layer
+            exact = gradients(exact) if direction == "fwd_bwd" else lambda p, x, dy: peers.jnp_usual_layer(p, x, config)
+            wanted = jax.jit(exact)(params, x.astype(jnp.float32), dy.astype(jnp.float32))
+        times = timing.side_by_side({n: lambda c=c: c(params, x, dy) for n, c in compiled.items()}, repeats)
+        for name, executable in compiled.items():
+            ms, spread = times[name]
+            row = dict(op="layer", direction=direction, implementation=name)
+            row |= dict(ms=ms, spread=spread, error=timing.worst_error(executable(params, x, dy), wanted))
+            row |= dict(peak_bytes=executable.memory_analysis().temp_size_in_bytes)
+            rows.append(row)
+    return rows
+
+
+OPS = {"layer": layer}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("ops", nargs="+", choices=sorted(OPS), metavar="OP", help=f"of {', '.join(sorted(OPS))}")
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="small-cpu")
+    parser.add_argument("--tokens", type=int, nargs="+", help="tokens a batch row, by default the preset's")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="PATH", help="write the results there")
+    args = parser.parse_args(argv)
+    preset = PRESETS[args.preset]
+    rows = []
+    print(
+        f"{'op':8}{'pass':9}{'implementation':16}{'tokens':>8}{'ms':>10}{'spread':>9}{'error':>10}{'temporaries':>14}"
+    )
+    for op in args.ops:
+        for tokens in args.tokens or [preset.tokens]:
+            for row in OPS[op](preset, tokens, args.repeats, args.seed):
+                row = {"op": row.pop("op"), "pass": row.pop("direction"), **row}
+                row |= {"preset": args.preset, "tokens": preset.batch * tokens, "tflops": None, "gbps": None}
+                rows.append(row)
+                print(
+                    f"{row['op']:8}{row['pass']:9}{row['implementation']:16}{row['tokens']:8}{row['ms']:10.2f}"
+                    f"{row['spread']:9.2f}{row['error']:10.1e}{row['peak_bytes'] / 2**20:10.1f} MiB"
+                )
+    if args.json:
+        report = {
+            "device": _device(),
+            "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
+            | {"python": platform.python_version(), "jax_mla": jax_mla.__version__},
+            "command": shlex.join(["python", "-m", "benchmarks", *(sys.argv[1:] if argv is None else argv)]),
+            "date": datetime.date.today().isoformat(),
+            "rows": rows,
+        }
+        temporary = args.json + ".partial"
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=1)
+            file.write("\n")
+        os.replace(temporary, args.json)
+    return 0
+
+
+def _device() -> str:
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            model = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""DeepSeek-style Multi-head Latent Attention for JAX.
+
+Functions: `mla` (the layer), `init`, and its ops `rope_tables`, `apply_rope`, `apply_rope_kv`, `rms_norm`,
+`q_up_proj_rope`, `kv_up_proj_rope`, `attention`. Flax modules: `jax_mla.linen.MLA`, `jax_mla.nnx.MLA` (import them by
+name: this package itself needs no Flax). Checkpoints: `jax_mla.convert`.
+
+Shapes: B batch, T query length, S key length, M hidden size, H heads, R q_lora_rank, C kv_lora_rank,
+N qk_nope_head_dim, P qk_rope_head_dim, V v_head_dim, D = N + P.
+"""
+
+from jax_mla import convert
+from jax_mla.attention import attention
+from jax_mla.config import MLAConfig, RopeConfig, YarnScaling
+from jax_mla.dispatch import implementations
+from jax_mla.kv_up import kv_up_proj_rope
+from jax_mla.layer import mla
+from jax_mla.norm import rms_norm
+from jax_mla.params import init, logical_axes
+from jax_mla.q_up import q_up_proj_rope
+from jax_mla.remat import policy as remat_policy
+from jax_mla.rope import apply_rope, rope_tables
+from jax_mla.rope_kv import apply_rope_kv
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MLAConfig",
+    "RopeConfig",
+    "YarnScaling",
+    "apply_rope",
+    "apply_rope_kv",
+    "attention",
+    "convert",
+    "implementations",
+    "init",
+    "kv_up_proj_rope",
+    "logical_axes",
+    "mla",
+    "q_up_proj_rope",
+    "remat_policy",
+    "rms_norm",
+    "rope_tables",
+]

@@ -1,0 +1,240 @@
+"""Attention in pure jnp, block by block over queries and keys in both passes: never a T x S matrix.
+
+Forward: an online softmax over key blocks for each query block (FlashAttention-2, arXiv:2307.08691, algorithm 1).
+Backward: probabilities recomputed from q, k and lse, key block by key block (algorithm 2). Blocks that causality
+hides altogether are not visited. Everything here works on one device's [B, T, H, .] arrays.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_mla import segments
+from jax_mla.rope import wide
+from jax_mla.sharding import vary_like
+
+# The longest block, in tokens. Logits of one block are B x H x BLOCK x BLOCK float32.
+BLOCK = 512
+
+
+class _Side(NamedTuple):
+    """Queries or keys: their count, blocks, and what masks them."""
+
+    tokens: int
+    blocks: int
+    size: int  # tokens a block; blocks * size >= tokens
+    ids: jax.Array | None  # [B, blocks * size], 0 at padding
+    order: jax.Array | None  # [B, blocks * size]
+
+    @classmethod
+    def of(cls, x: jax.Array, ids: jax.Array | None, order: jax.Array | None) -> "_Side":
+        tokens = x.shape[1]
+        blocks = max(1, math.ceil(tokens / BLOCK))
+        size = math.ceil(tokens / blocks)
+        side = cls(tokens, blocks, size, None, None)
+        return side._replace(ids=side.pad(ids, 1), order=side.pad(order, 1))
+
+    def pad(self, x: jax.Array | None, axis: int) -> jax.Array | None:
+        extra = self.blocks * self.size - self.tokens
+        if x is None or not extra:
+            return x
+        return jnp.pad(x, [(0, extra if i == axis else 0) for i in range(x.ndim)])
+
+    def block(self, x: jax.Array, index, axis: int = 2) -> jax.Array:
+        return x if self.blocks == 1 else jax.lax.dynamic_slice_in_dim(x, index * self.size, self.size, axis)
+
+    def heads_first(self, x: jax.Array) -> jax.Array:
+        """[B, T, H, ...] -> [B, H, blocks * size, ...], padding tokens zeroed so that their NaN can reach nothing."""
+        x = self.pad(x, 1)
+        if self.ids is not None:
+            x = jnp.where((self.ids != 0).reshape(*self.ids.shape, *(1,) * (x.ndim - 2)), x, 0)
+        return jnp.swapaxes(x, 1, 2)
+
+    def tokens_first(self, x: jax.Array) -> jax.Array:
+        """The inverse of `heads_first`, but for padding."""
+        return jnp.swapaxes(x, 1, 2)[:, : self.tokens]
+
+
+class _Mask(NamedTuple):
+    queries: _Side
+    keys: _Side
+    offset: int | None  # causal by index: query i sees keys j <= i + offset
+
+    @classmethod
+    def of(cls, static, q, k, q_ids, k_ids) -> "_Mask":
+        q_order = k_order = offset = None
+        if static.causal is not False:
+            if static.own_order:
+                q_order, k_order = segments.causal_order(static.causal, q_ids, k_ids)
+            else:
+                offset = k.shape[1] - q.shape[1] if static.causal == "bottom_right" else 0
+        return cls(_Side.of(q, q_ids, q_order), _Side.of(k, k_ids, k_order), offset)
+
+    def visible(self, i, j) -> jax.Array | None:
+        """Which keys of block j queries of block i see: bool broadcastable to [B, H, size, size], None for all."""
+        queries, keys = self.queries, self.keys
+        terms = []
+        rows = i * queries.size + jax.lax.broadcasted_iota(jnp.int32, (queries.size, 1), 0)
+        columns = j * keys.size + jax.lax.broadcasted_iota(jnp.int32, (1, keys.size), 1)
+        if keys.blocks * keys.size > keys.tokens:
+            terms.append(columns < keys.tokens)
+        if self.offset is not None:
+            terms.append(columns <= rows + self.offset)
+
+        def pairs(side, x, axis):
+            return jnp.expand_dims(side.block(x, i if side is queries else j, axis=1), (1, axis))
+
+        if queries.ids is not None:
+            q_ids, k_ids = pairs(queries, queries.ids, 3), pairs(keys, keys.ids, 2)
+            terms.append((q_ids == k_ids) & (q_ids != 0))
+        if queries.order is not None:
+            terms.append(pairs(queries, queries.order, 3) >= pairs(keys, keys.order, 2))
+        if not terms:
+            return None
+        return jnp.broadcast_to(
+            _all(terms), jnp.broadcast_shapes((1, 1, queries.size, keys.size), *(t.shape for t in terms))
+        )
+
+    def key_blocks(self, i):
+        """How many key blocks queries of block i can see any of."""
+        if self.offset is None:
+            return self.keys.blocks
+        last = (i + 1) * self.queries.size - 1 + self.offset
+        return jnp.clip(last // self.keys.size + 1, 0, self.keys.blocks)
+
+    def first_query_block(self, j):
+        """The first query block that can see any key of block j."""
+        if self.offset is None:
+            return 0
+        return jnp.clip((j * self.keys.size - self.offset) // self.queries.size, 0, self.queries.blocks)
+
+
+def _all(terms: list[jax.Array]) -> jax.Array:
+    result = terms[0]
+    for term in terms[1:]:
+        result = result & term
+    return result
+
+
+def _loop(start, stop, body, carry, single: bool):
+    """A fori_loop, or its one turn without a loop."""
+    return body(0, carry) if single else jax.lax.fori_loop(start, stop, body, carry)
+
+
+def _dot(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, x, y, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """x with -inf, which says that nothing was seen, as 0: for exponents whose result is masked anyway."""
+    return jnp.where(x == -jnp.inf, 0.0, x)
+
+
+def _logits(static, mask: _Mask, q: jax.Array, k: jax.Array, i, j) -> tuple[jax.Array, jax.Array | None]:
+    """Scaled logits of one block in float32, -inf where masked, and the mask."""
+    logits = _dot("bhtd,bhsd->bhts", q, k) * static.scale
+    visible = mask.visible(i, j)
+    return (logits if visible is None else jnp.where(visible, logits, -jnp.inf)), visible
+
+
+def forward(static, q, k, v, q_ids, k_ids) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """o [B, T, H, V] in q's dtype, lse [B, T, H], largest logit of each row [B, T, H]."""
+    mask = _Mask.of(static, q, k, q_ids, k_ids)
+    queries, keys = mask.queries, mask.keys
+    (batch, _, heads, _), width = q.shape, v.shape[3]
+    if 0 in (*q.shape, k.shape[1], width):  # nothing to see: softmax over no keys
+        nothing = jnp.full(q.shape[:3], -jnp.inf, wide(q).dtype)
+        return jnp.zeros((*q.shape[:3], width), q.dtype), nothing, nothing
+    dtype = q.dtype
+    q, k, v = queries.heads_first(q), keys.heads_first(k), keys.heads_first(v)
+
+    def query_block(i):
+        q_i = queries.block(q, i)
+
+        def key_block(j, carry):
+            total, weight, largest = carry
+            logits, _ = _logits(static, mask, q_i, keys.block(k, j), i, j)
+            new = jnp.maximum(largest, jnp.max(logits, axis=-1))
+            base = _finite(new)
+            p = jnp.exp(logits - base[..., None])
+            decay = jnp.exp(largest - base)
+            weight = weight * decay + jnp.sum(p, axis=-1)
+            total = total * decay[..., None] + _dot("bhts,bhsv->bhtv", p.astype(dtype), keys.block(v, j))
+            return total, weight, new
+
+        rows = (batch, heads, queries.size)
+        start = (
+            jnp.zeros((*rows, width), wide(q).dtype),
+            jnp.zeros(rows, wide(q).dtype),
+            jnp.full(rows, -jnp.inf, wide(q).dtype),
+        )
+        start = tuple(vary_like(x, q, k, v, q_ids, k_ids) for x in start)
+        total, weight, largest = _loop(0, mask.key_blocks(i), key_block, start, keys.blocks == 1)
+        seen = weight > 0
+        o = jnp.where(seen[..., None], total / jnp.where(seen, weight, 1.0)[..., None], 0.0).astype(dtype)
+        lse = jnp.where(seen, largest + jnp.log(jnp.where(seen, weight, 1.0)), -jnp.inf)
+        return o, lse, largest
+
+    if queries.blocks == 1:
+        results = query_block(0)
+    else:
+        stacked = jax.lax.map(query_block, jnp.arange(queries.blocks, dtype=jnp.int32))
+        results = (_unstack(x) for x in stacked)
+    o, lse, largest = map(queries.tokens_first, results)
+    return o, lse, largest
+
+
+def _unstack(x: jax.Array) -> jax.Array:
+    """[blocks, B, H, size, ...] -> [B, H, blocks * size, ...]."""
+    x = jnp.moveaxis(x, 0, 2)
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+def backward(static, q, k, v, q_ids, k_ids, o, lse, do, dlse) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dq, dk, dv in q's dtype.
+
+    With P = exp(logits - lse): dV = P^T dO; dS = scale P (dO V^T - rowsum(dO O) + dlse); dQ = dS K; dK = dS^T Q.
+    """
+    mask = _Mask.of(static, q, k, q_ids, k_ids)
+    queries, keys = mask.queries, mask.keys
+    if 0 in (*q.shape, k.shape[1], v.shape[3]):
+        return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
+    refs = (q, k, v, q_ids, k_ids, do, dlse)
+    dtype = q.dtype
+    q, k, v = queries.heads_first(q), keys.heads_first(k), keys.heads_first(v)
+    do, o, lse, dlse = (queries.heads_first(x) for x in (do, o, lse, dlse))
+    delta = jnp.sum(wide(do) * wide(o), axis=-1) - dlse
+    lse = _finite(lse)
+
+    def key_block(j, dq):
+        k_j, v_j = keys.block(k, j), keys.block(v, j)
+
+        def query_block(i, carry):
+            dq, dk, dv = carry
+            q_i, do_i = queries.block(q, i), queries.block(do, i)
+            logits, _ = _logits(static, mask, q_i, k_j, i, j)
+            p = jnp.exp(logits - queries.block(lse, i)[..., None])
+            dv = dv + _dot("bhts,bhtv->bhsv", p.astype(dtype), do_i)
+            dp = _dot("bhtv,bhsv->bhts", do_i, v_j)
+            ds = (p * (dp - queries.block(delta, i)[..., None]) * static.scale).astype(dtype)
+            dk = dk + _dot("bhts,bhtd->bhsd", ds, q_i)
+            dq_i = _dot("bhts,bhsd->bhtd", ds, k_j)
+            if queries.blocks == 1:
+                return dq + dq_i, dk, dv
+            dq_i = queries.block(dq, i) + dq_i
+            return jax.lax.dynamic_update_slice_in_dim(dq, dq_i, i * queries.size, 2), dk, dv
+
+        start = tuple(vary_like(jnp.zeros(x.shape, wide(q).dtype), *refs) for x in (k_j, v_j))
+        first = mask.first_query_block(j)
+        dq, dk, dv = _loop(first, queries.blocks, query_block, (dq, *start), queries.blocks == 1)
+        return dq, (dk.astype(dtype), dv.astype(dtype))
+
+    dq = vary_like(jnp.zeros(q.shape, wide(q).dtype), *refs)
+    if keys.blocks == 1:
+        dq, (dk, dv) = key_block(0, dq)
+    else:
+        dq, stacked = jax.lax.scan(lambda dq, j: key_block(j, dq), dq, jnp.arange(keys.blocks, dtype=jnp.int32))
+        dk, dv = map(_unstack, stacked)
+    return queries.tokens_first(dq).astype(dtype), keys.tokens_first(dk), keys.tokens_first(dv)

@@ -1,0 +1,138 @@
+"""Checkpoint conversion: one Hugging Face attention module's state dict to this library's params, and back.
+
+Hugging Face keeps a linear layer as [out, in] with heads flattened into `out` (`in` for o_proj); here a weight is
+[in, out] with heads an axis of their own. That is a transpose and a reshape, no number changes: both directions are
+exact in every dtype, and their results are new C-contiguous numpy arrays that share no memory with the input.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jax_mla import checks
+from jax_mla import params as parameters
+from jax_mla.config import MLAConfig
+
+# Buffers, not weights: some checkpoints (Moonlight, Kimi K2) store these numbers, which the config determines.
+_DERIVED_KEYS = ("rotary_emb.inv_freq",)
+
+
+# Parameter names in Hugging Face's order; `params.specs` says which of them a config has, and their shapes.
+_KEYS = {
+    "wq": "q_proj.weight",
+    "wq_a": "q_a_proj.weight",
+    "wq_a_bias": "q_a_proj.bias",
+    "q_norm": "q_a_layernorm.weight",
+    "wq_b": "q_b_proj.weight",
+    "wkv_a": "kv_a_proj_with_mqa.weight",
+    "wkv_a_bias": "kv_a_proj_with_mqa.bias",
+    "kv_norm": "kv_a_layernorm.weight",
+    "wkv_b": "kv_b_proj.weight",
+    "wo": "o_proj.weight",
+    "wo_bias": "o_proj.bias",
+}
+
+
+class _Tensor(NamedTuple):
+    """One parameter under both names and in both shapes."""
+
+    key: str
+    hf_shape: tuple[int, ...]
+    name: str
+    shape: tuple[int, ...]
+
+
+def _tensors(config: MLAConfig) -> list[_Tensor]:
+    """Every parameter of one attention module: the table both directions read."""
+    specs, table = parameters.specs(config), []
+    for name, key in _KEYS.items():
+        if name not in specs:
+            continue
+        shape, inputs = specs[name].shape, specs[name].contracted
+        hf_shape = (math.prod(shape[inputs:]), math.prod(shape[:inputs])) if inputs else shape
+        table.append(_Tensor(key, hf_shape, name, shape))
+    return table
+
+
+def from_hf(state_dict: Mapping[str, Any], config: MLAConfig) -> dict[str, np.ndarray]:
+    """Params of `mla` from the state dict of one Hugging Face attention module (DeepSeek V2/V3-style).
+
+    state_dict: unprefixed keys (`q_a_proj.weight`, ..., `o_proj.bias`) to numpy or jax arrays. A `rotary_emb.inv_freq`,
+      which some checkpoints store, is passed over: the config determines it.
+    config: decides which keys there must be, and their shapes.
+
+    Returns one flat dict of new C-contiguous numpy arrays, each in its source's dtype (bfloat16 as ml_dtypes has it).
+    Raises ValueError for missing, unexpected and prefixed keys and for wrong shapes (naming the key, the found and the
+    wanted), TypeError for values that are not arrays of bfloat16, float16, float32 or float64 (torch tensors too).
+    """
+    table = _check_arguments("state_dict", state_dict, config)
+    keys = [key for key in state_dict if key not in _DERIVED_KEYS]
+    _check_keys("state_dict", keys, [t.key for t in table], config)
+    params = {}
+    for tensor in table:
+        array = _array(tensor.key, state_dict[tensor.key], tensor.hf_shape)
+        params[tensor.name] = np.array(array.T.reshape(tensor.shape), order="C")
+    return params
+
+
+def to_hf(params: Mapping[str, Any], config: MLAConfig) -> dict[str, np.ndarray]:
+    """The state dict of one Hugging Face attention module from params of `mla`: the exact inverse of `from_hf`.
+
+    Takes numpy or jax arrays; returns new C-contiguous numpy arrays of the same dtypes under unprefixed keys. Raises as
+    `from_hf` does, naming the parameter.
+    """
+    table = _check_arguments("params", params, config)
+    _check_keys("params", list(params), [t.name for t in table], config)
+    state_dict = {}
+    for tensor in table:
+        array = _array(tensor.name, params[tensor.name], tensor.shape)
+        state_dict[tensor.key] = np.array(array.reshape(tensor.hf_shape[::-1]).T, order="C")
+    return state_dict
+
+
+def _check_arguments(argument: str, mapping: Any, config: Any) -> list[_Tensor]:
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"{argument}: found {type(mapping).__name__}, wanted a dict of arrays")
+    if not isinstance(config, MLAConfig):
+        raise TypeError(f"config: found {type(config).__name__}, wanted an MLAConfig (MLAConfig.from_hf makes one)")
+    return _tensors(config)
+
+
+def _check_keys(argument: str, keys: Iterable[str], wanted: list[str], config: MLAConfig) -> None:
+    prefixes = {}
+    for key in keys:
+        for name in wanted:
+            if isinstance(key, str) and key.endswith("." + name):
+                prefixes[key.removesuffix(name)] = None
+    if prefixes:
+        prefix = next(iter(prefixes))
+        others = f" and {len(prefixes) - 1} more" if len(prefixes) > 1 else ""
+        raise ValueError(
+            f"{argument}: found keys with the prefix {prefix!r}{others}, wanted the keys of one attention module "
+            f"without it: choose one and strip it, as in {{key.removeprefix(prefix): value for key, value in "
+            f"{argument}.items() if key.startswith(prefix)}}"
+        )
+    missing = [name for name in wanted if name not in keys]
+    unexpected = [str(key) for key in keys if key not in wanted]
+    if missing or unexpected:
+        raise ValueError(
+            f"{argument}: missing {', '.join(missing) or 'nothing'}; unexpected {', '.join(unexpected) or 'nothing'} "
+            f"(for a config with q_lora_rank {config.q_lora_rank} and attention_bias {config.attention_bias})"
+        )
+
+
+def _array(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
+    if type(value).__module__.partition(".")[0] == "torch":
+        # Not converted on the quiet: that would need torch, and numpy has no name for torch's bfloat16.
+        raise TypeError(
+            f"{name}: found a torch tensor, wanted a numpy array: pass .detach().cpu().numpy() (of a bfloat16 tensor, "
+            f".view(torch.int16).numpy().view(ml_dtypes.bfloat16))"
+        )
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise TypeError(f"{name}: found {type(value).__name__}, wanted an array of shape {list(shape)}")
+    checks.floating(name, value)
+    if tuple(value.shape) != shape:
+        raise checks.found(name, value, f"shape {list(shape)}")
+    return np.asarray(value)

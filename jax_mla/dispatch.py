@@ -1,0 +1,96 @@
+"""Which implementation of an op runs: small explicit tables, one an op, in the op's own file.
+
+`implementation=None` takes the first of the op's table that can run; a name must run or raise with the reason; a
+sequence of names is tried in order. The choice is made at trace time.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+# Every name an op may have an implementation under; what this version lacks says so.
+NAMES = {
+    "xla": "pure jnp, on every platform",
+    "triton": "Triton kernels for NVIDIA GPUs",
+    "mosaic": "Pallas Mosaic GPU kernels for Hopper",
+    "cudnn": "NVIDIA's fused kernels",
+}
+
+# The files that hold a table, by op.
+_OPS = {
+    "apply_rope": "jax_mla.rope",
+    "apply_rope_kv": "jax_mla.rope_kv",
+    "rms_norm": "jax_mla.norm",
+    "q_up_proj_rope": "jax_mla.q_up",
+    "kv_up_proj_rope": "jax_mla.kv_up",
+    "attention": "jax_mla.attention",
+}
+
+Choice = str | Sequence[str] | None
+
+
+def anywhere(*args: Any, **kwargs: Any) -> None:
+    """`supports` of an implementation without limits."""
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """forward and backward take the op's static settings and arrays. supports takes the same and returns None, or why
+    it cannot run them; with no arguments it answers for this machine."""
+
+    forward: Callable
+    backward: Callable
+    supports: Callable[..., str | None] = anywhere
+
+
+def check(choice: Choice) -> Choice:
+    """The choice in hashable form. TypeError or ValueError for what is not a name or a sequence of names."""
+    if choice is None or isinstance(choice, str):
+        names = () if choice is None else (choice,)
+    elif isinstance(choice, Sequence) and choice and all(isinstance(name, str) for name in choice):
+        names = choice = tuple(choice)
+    else:
+        raise TypeError(f"implementation: found {choice!r}, wanted None, a name or a sequence of names")
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(f"implementation: found {name!r}, wanted one of {', '.join(map(repr, NAMES))}")
+    return choice
+
+
+def _reason(table: Mapping[str, Implementation], name: str, *args: Any) -> str | None:
+    """Why the named implementation cannot run, or None."""
+    return table[name].supports(*args) if name in table else f"this version has no {name} implementation of it"
+
+
+def choose(op: str, table: Mapping[str, Implementation], choice: Choice, *args: Any) -> Implementation:
+    """The implementation that `choice` means for these arguments.
+
+    Raises NotImplementedError with every reason if there is none.
+    """
+    names = table if choice is None else (choice,) if isinstance(choice, str) else choice
+    reasons = []
+    for name in names:
+        reason = _reason(table, name, *args)
+        if reason is None:
+            return table[name]
+        reasons.append(f"{name!r}: {reason}")
+    raise NotImplementedError(f"{op}: found no implementation that can run; " + "; ".join(reasons))
+
+
+def implementations() -> dict[str, dict[str, str]]:
+    """What can run on this machine, by op and implementation: "" where it can, else the reason why not.
+
+    Shapes and dtypes may still rule an implementation out; the op then says so.
+    """
+    report = {}
+    for op, module in _OPS.items():
+        table = importlib.import_module(module).IMPLEMENTATIONS
+        report[op] = {
+            name: (table[name].supports() or "")
+            if name in table
+            else f"this version has no {name} implementation of it"
+            for name in NAMES
+        }
+    return report

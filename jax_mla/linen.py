@@ -1,0 +1,51 @@
+"""The layer as a Flax linen module."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jax_mla import layer, params
+from jax_mla.config import MLAConfig
+
+
+class MLA(nn.Module):
+    """Multi-head Latent Attention. `module.init(key, x)` holds the very values of `jax_mla.init(key, config)`.
+
+    config: the dims. dtype: what to compute in; None is x's. param_dtype: of the parameters. remat, implementation: as
+    `jax_mla.mla`. Parameters carry MaxText's logical axes (`nn.get_partition_spec`, `nn.logical_to_mesh`); inside
+    another module each instance draws its own values.
+    """
+
+    config: MLAConfig
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    remat: str | None = None
+    implementation: Any = None
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """x [B, T, M] -> y [B, T, M] in `dtype` (x's where that is None). positions, segment_ids: as `jax_mla.mla`."""
+        # The module's own key, before linen folds parameters' names into it: one initialiser serves both Flax APIs. At
+        # apply time linen asks initialisers for shapes alone, and hands them a key of its own.
+        base = self.scope.rngs["params"].as_jax_rng() if self.is_initializing() else None
+
+        def initializer(key, name, spec):
+            return params.draw(key if base is None else base, name, spec, self.param_dtype)
+
+        own = {
+            name: self.param(name, nn.with_logical_partitioning(initializer, spec.axes), name, spec)
+            for name, spec in params.specs(self.config).items()
+        }
+        return layer.mla(
+            own,
+            x if self.dtype is None else x.astype(self.dtype),
+            self.config,
+            positions=positions,
+            segment_ids=segment_ids,
+            remat=self.remat,
+            implementation=self.implementation,
+        )

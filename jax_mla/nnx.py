@@ -1,0 +1,57 @@
+"""The layer as a Flax nnx module."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.core.spmd import get_logical_axis_rules
+
+from jax_mla import layer, params
+from jax_mla.config import MLAConfig
+
+
+class MLA(nnx.Module):
+    """Multi-head Latent Attention; its parameters are attributes by the names of `jax_mla.init`.
+
+    config: the dims. dtype: what to compute in; None is x's. param_dtype: of the parameters. remat, implementation: as
+    `jax_mla.mla`. rngs: an `nnx.Rngs`, whose next "params" key is used, or a key itself: `MLA(config, rngs=key)` holds
+    the very values of `jax_mla.init(key, config)` and of the linen module. Parameters carry MaxText's logical axes
+    (`out_sharding` in their metadata, for `nnx.get_partition_spec`).
+    """
+
+    def __init__(
+        self,
+        config: MLAConfig,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        *,
+        rngs: nnx.Rngs | jax.Array,
+        remat: str | None = None,
+        implementation: Any = None,
+    ):
+        self.config = config
+        self.dtype = dtype
+        self.remat = remat
+        self.implementation = implementation
+        key = rngs.params() if isinstance(rngs, nnx.Rngs) else rngs
+        values = params.init(key, config, param_dtype)
+        self._names = tuple(values)
+        # Flax shards a parameter as it is made; logical names mean something to it only under axis rules.
+        eager = nnx.using_eager_sharding() and bool(get_logical_axis_rules())
+        for name, axes in params.logical_axes(config).items():
+            setattr(self, name, nnx.Param(values[name], out_sharding=axes, eager_sharding=eager))
+
+    def __call__(
+        self, x: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """x [B, T, M] -> y [B, T, M] in `dtype` (x's where that is None). positions, segment_ids: as `jax_mla.mla`."""
+        return layer.mla(
+            {name: getattr(self, name)[...] for name in self._names},
+            x if self.dtype is None else x.astype(self.dtype),
+            self.config,
+            positions=positions,
+            segment_ids=segment_ids,
+            remat=self.remat,
+            implementation=self.implementation,
+        )

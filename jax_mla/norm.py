@@ -1,0 +1,123 @@
+"""RMSNorm with the gradients a large model wants: float32 inside, one float32 number a row saved."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_mla import checks, dispatch, sharding
+from jax_mla.rope import wide
+
+
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    implementation: dispatch.Choice = None,
+) -> jax.Array:
+    """y = x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+    x: floating [..., K]. scale: floating [K]; with zero_centered the factor is 1 + scale. eps: Python float >= 0.
+    Computed in float32 (float64 for float64 x) and rounded once to x's dtype. Saved for the backward pass: x, scale and
+    rstd, float32 [...]. scale's gradient is summed in float32 and has scale's dtype.
+
+    Raises ValueError or TypeError naming the argument; NotImplementedError if no implementation fits.
+    """
+    sizes = checks.dims("x", x, "... K")
+    checks.floating("x", x)
+    checks.dims("scale", scale, "K", K=sizes["K"])
+    checks.floating("scale", scale)
+    eps = checks.static_float("eps", eps, 0.0)
+    static = NormStatic(eps, checks.static_bool("zero_centered", zero_centered), dispatch.check(implementation))
+    return _norm(static, x, scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class NormStatic:
+    eps: float
+    zero_centered: bool
+    implementation: dispatch.Choice
+
+
+def factor(static: NormStatic, scale: jax.Array) -> jax.Array:
+    return wide(scale) + 1.0 if static.zero_centered else wide(scale)
+
+
+def _xla_forward(static: NormStatic, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """y like x, rstd [...]."""
+    x_wide = wide(x)
+    rstd = jax.lax.rsqrt(jnp.mean(x_wide * x_wide, axis=-1) + static.eps)
+    return _normalize(static, x, rstd, scale), rstd
+
+
+def _normalize(static: NormStatic, x: jax.Array, rstd: jax.Array, scale: jax.Array) -> jax.Array:
+    return (wide(x) * rstd[..., None] * factor(static, scale)).astype(x.dtype)
+
+
+def _xla_backward(
+    static: NormStatic, x: jax.Array, rstd: jax.Array, scale: jax.Array, dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """dx like x; dscale [K], not yet rounded to scale's dtype.
+
+    With h = x rstd and g = dy scale: dx = rstd (g - h mean(g h)), dscale = sum over rows of dy h.
+    """
+    h, dy = wide(x) * rstd[..., None], wide(dy)
+    g = dy * factor(static, scale)
+    dx = rstd[..., None] * (g - h * jnp.mean(g * h, axis=-1, keepdims=True))
+    return dx.astype(x.dtype), jnp.sum(dy * h, axis=tuple(range(x.ndim - 1)))
+
+
+IMPLEMENTATIONS = {"xla": dispatch.Implementation(forward=_xla_forward, backward=_xla_backward)}
+
+
+def raw_forward(static: NormStatic, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    chosen = dispatch.choose("rms_norm", IMPLEMENTATIONS, static.implementation, static, x, scale)
+    rows = " ".join(f"t{i}" for i in range(x.ndim - 1))
+    rule = f"{rows} K, K -> {rows} K, {rows}"
+    return sharding.local("rms_norm", rule, functools.partial(chosen.forward, static), x, sharding.follow(scale))
+
+
+def renormalize(static: NormStatic, x: jax.Array, rstd: jax.Array, scale: jax.Array) -> jax.Array:
+    """y from a saved rstd: elementwise, which is why backward passes recompute it."""
+    rows = " ".join(f"t{i}" for i in range(x.ndim - 1))
+    rule = f"{rows} K, {rows}, K -> {rows} K"
+    return sharding.local("rms_norm", rule, functools.partial(_normalize, static), x, rstd, sharding.follow(scale))
+
+
+def raw_backward(
+    static: NormStatic, x: jax.Array, rstd: jax.Array, scale: jax.Array, dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Cotangents of x and scale."""
+    chosen = dispatch.choose("rms_norm", IMPLEMENTATIONS, static.implementation, static, x, scale)
+    rows = " ".join(f"t{i}" for i in range(x.ndim - 1))
+    rule = f"{rows} K, {rows}, K, {rows} K -> {rows} K, K"
+    backward = functools.partial(chosen.backward, static)
+    dx, dscale = sharding.local("rms_norm", rule, backward, x, rstd, sharding.follow(scale), dy)
+    return sharding.cotangent(dx, x), sharding.cotangent(dscale, scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _norm(static: NormStatic, x: jax.Array, scale: jax.Array) -> jax.Array:
+    return raw_forward(static, x, scale)[0]
+
+
+class _Residuals(NamedTuple):
+    x: jax.Array
+    rstd: jax.Array
+    scale: jax.Array
+
+
+def _norm_fwd(static: NormStatic, x: jax.Array, scale: jax.Array):
+    y, rstd = raw_forward(static, x, scale)
+    return y, _Residuals(x, rstd, scale)
+
+
+def _norm_bwd(static: NormStatic, saved: _Residuals, dy: jax.Array):
+    return raw_backward(static, *saved, dy)
+
+
+_norm.defvjp(_norm_fwd, _norm_bwd)

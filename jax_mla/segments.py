@@ -1,0 +1,61 @@
+"""Packed sequences: ids, positions that restart, and the order that causality is counted in."""
+
+import jax
+import jax.numpy as jnp
+
+from jax_mla import checks, sharding
+
+
+def check(
+    segment_ids: jax.Array | None, kv_segment_ids: jax.Array | None, B: int, T: int, S: int, **_: int
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """The ids of queries [B, T] and keys [B, S] as int32, or None twice. Named errors otherwise."""
+    if segment_ids is None:
+        if kv_segment_ids is not None:
+            raise checks.found("segment_ids", None, "integers [B, T] where kv_segment_ids are given")
+        return None, None
+    segment_ids = check_ids("segment_ids", segment_ids, B=B, T=T)
+    if kv_segment_ids is None:
+        if T != S:
+            raise checks.found(
+                "kv_segment_ids", None, f"integers [B={B}, S={S}]: the keys are not as many as the queries"
+            )
+        return segment_ids, segment_ids
+    return segment_ids, check_ids("kv_segment_ids", kv_segment_ids, B=B, S=S)
+
+
+def check_ids(argument: str, ids: jax.Array, **sizes: int) -> jax.Array:
+    checks.dims(argument, ids, " ".join(sizes), **sizes)
+    checks.integer(argument, ids)
+    return jnp.asarray(ids).astype(jnp.int32)
+
+
+def zero_padding(x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    """x [B, T, K] with the rows of padding 0, and their cotangents too."""
+    if segment_ids is None:
+        return x
+
+    def keep(x, ids):
+        return jnp.where((ids != 0)[..., None], x, 0)
+
+    return sharding.local("segment_ids", "b t k, b t -> b t k", keep, x, segment_ids)
+
+
+def positions_within(segment_ids: jax.Array, *, from_end: bool = False) -> jax.Array:
+    """Each token's index in its run of equal ids, int32 [..., T]; from_end counts down to 0 at the run's last token."""
+    ids = jnp.flip(segment_ids, axis=-1) if from_end else segment_ids
+    index = jax.lax.broadcasted_iota(jnp.int32, ids.shape, ids.ndim - 1)
+    starts = jnp.concatenate([jnp.ones_like(ids[..., :1], dtype=bool), ids[..., 1:] != ids[..., :-1]], axis=-1)
+    within = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=ids.ndim - 1)
+    return jnp.flip(within, axis=-1) if from_end else within
+
+
+def causal_order(
+    causal: bool | str, segment_ids: jax.Array, kv_segment_ids: jax.Array
+) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+    """Numbers [B, T], [B, S] such that a query sees a key of its segment if its number is not below the key's."""
+    if causal is False:
+        return None, None
+    if causal == "bottom_right":
+        return -positions_within(segment_ids, from_end=True), -positions_within(kv_segment_ids, from_end=True)
+    return positions_within(segment_ids), positions_within(kv_segment_ids)

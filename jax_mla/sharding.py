@@ -1,0 +1,181 @@
+"""The rules by which every op runs under a mesh, in one place.
+
+- No mesh, an Auto mesh, or inside `shard_map` (Manual): the pure-jnp implementations are called directly. XLA
+  partitions them under Auto; under Manual the arrays already are one device's shards.
+- Explicit mesh (what `jax.make_mesh` gives): the type of every array says how it is sharded. What has no terms across
+  devices runs inside `shard_map` with those specs (`local`); contractions pass `out_sharding` (`einsum`).
+
+Gradients: `cotangent` gives a cotangent its primal's dtype, varying axes and sharding, so that a replicated parameter's
+gradient is summed over the devices exactly once (and not at all where `shard_map(check_vma=False)` will do it).
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+Axes = tuple[str, ...]  # the mesh axes one dim is sharded over, () for none
+
+
+def _explicit_mesh(*arrays: jax.Array | None):
+    """The mesh whose Explicit axes shard one of the arrays, or None."""
+    for array in arrays:
+        if array is not None and any(spec(array)):
+            return jax.typeof(array).sharding.mesh
+    return None
+
+
+def spec(array: jax.Array) -> tuple[Axes, ...]:
+    """Per dim, the Explicit mesh axes the array's type says it is sharded over."""
+    sharding = jax.typeof(array).sharding
+    mesh = sharding.mesh
+    explicit = _explicit_axes(mesh)
+    dims = []
+    for entry in tuple(sharding.spec) + (None,) * (array.ndim - len(sharding.spec)):
+        names = entry if isinstance(entry, tuple) else (entry,)
+        dims.append(tuple(name for name in names if name in explicit))
+    return tuple(dims)
+
+
+def _explicit_axes(mesh) -> set[str]:
+    return {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
+
+
+def reshard(array: jax.Array, mesh, wanted: PartitionSpec) -> jax.Array:
+    return jax.sharding.reshard(array, NamedSharding(mesh, wanted))
+
+
+def _partition(dims: Sequence[Axes]) -> PartitionSpec:
+    return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims))
+
+
+def varying(array: jax.Array) -> frozenset[str]:
+    """The Manual mesh axes over which the array's type says its values differ."""
+    return jax.typeof(array).manual_axis_type.varying
+
+
+def vary_like(x: jax.Array, *others: jax.Array | None) -> jax.Array:
+    """x, typed as varying over the Manual axes that any of the others varies over: what a loop's first carry needs."""
+    wanted = frozenset().union(*(varying(o) for o in others if o is not None))
+    missing = wanted - varying(x)
+    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def cotangent(value: jax.Array, primal: jax.Array) -> jax.Array:
+    """`value` as a cotangent of `primal`: summed, in its own precision, over Manual axes the primal is replicated on,
+    then in the primal's dtype and sharding."""
+    extra = varying(value) - varying(primal)
+    if extra:
+        value = jax.lax.psum(value, tuple(sorted(extra)))
+    value = vary_like(value, primal).astype(primal.dtype)
+    mesh = _explicit_mesh(primal, value)
+    if mesh is not None and spec(value) != spec(primal):
+        value = reshard(value, mesh, _partition(spec(primal)))
+    return value
+
+
+def follow(parameter: jax.Array, y: jax.Array | None = None) -> jax.Array:
+    """A small parameter sharded as the trailing dims of y, or whole without y: gathered where FSDP has spread it."""
+    mesh = _explicit_mesh(parameter, y)
+    wanted = ((),) * parameter.ndim if y is None else spec(y)[y.ndim - parameter.ndim :]
+    return parameter if mesh is None or spec(parameter) == wanted else reshard(parameter, mesh, _partition(wanted))
+
+
+def values(primals: tuple) -> tuple:
+    """The arrays (or None) behind what a forward rule that asks for `symbolic_zeros` is handed."""
+    return tuple(None if primal is None else primal.value for primal in primals)
+
+
+def dense(value: jax.Array | SymbolicZero) -> jax.Array:
+    """A cotangent as an array: rules that ask for `symbolic_zeros` are handed zeros by name."""
+    if not isinstance(value, SymbolicZero):
+        return value
+    aval = value.aval
+    zeros = jnp.zeros(aval.shape, aval.dtype)
+    if aval.manual_axis_type.varying:
+        zeros = jax.lax.pcast(zeros, tuple(sorted(aval.manual_axis_type.varying)), to="varying")
+    mesh = aval.sharding.mesh
+    return reshard(zeros, mesh, aval.sharding.spec) if any(aval.sharding.spec) else zeros
+
+
+def local(op: str, rule: str, function: Callable, *arrays: jax.Array | None):
+    """Runs `function(*arrays)`, which works alike on shards of the lower-case dims of `rule`, on each device's shards.
+
+    `rule` reads like einsum with spaces, "b t h D, b t P -> b t h D": a lower-case dim may be sharded, an upper-case
+    one must be whole (ValueError otherwise, naming op, array, dim and mesh axes). A dim of size 1 broadcasts. Arrays
+    may be None. An output that lacks a sharded dim of the inputs is a partial sum, and is summed over its axes.
+    """
+    mesh = _explicit_mesh(*arrays)
+    if mesh is None:
+        return function(*arrays)
+    inputs, outputs = ([term.split() for term in side.split(",")] for side in rule.split("->"))
+    dims: dict[str, Axes] = {}
+    for number, (array, names) in enumerate(zip(arrays, inputs, strict=True)):
+        if array is None:
+            continue
+        for position, (name, axes) in enumerate(zip(names, spec(array), strict=True)):
+            if axes and name.isupper():
+                raise ValueError(
+                    f"{op}: found dim {position} ({name}) of input {number}, {jax.typeof(array)}, sharded over mesh "
+                    f"axes {axes}, wanted it whole on every device"
+                )
+            if axes:
+                dims.setdefault(name, axes)
+    used = [axis for axes in dims.values() for axis in axes]
+    if len(set(used)) != len(used):
+        raise ValueError(f"{op}: found one mesh axis sharding two dims, {dims}, wanted one dim an axis")
+
+    def place(names: list[str], array: jax.Array | None = None) -> PartitionSpec:
+        whole = [array is not None and size == 1 for size in (array.shape if array is not None else names)]
+        return _partition([() if w else dims.get(name, ()) for name, w in zip(names, whole, strict=True)])
+
+    def axes_of(names: list[str]) -> set[str]:
+        return {axis for name in names for axis in dims.get(name, ())}
+
+    def body(*shards):
+        results = function(*shards)
+        single = not isinstance(results, tuple)
+        summed = []
+        for result, names in zip((results,) if single else results, outputs, strict=True):
+            partial = varying(result).intersection(used) - axes_of(names)
+            summed.append(jax.lax.psum(result, tuple(sorted(partial))) if partial else result)
+        return summed[0] if single else tuple(summed)
+
+    in_specs = tuple(place(names, array) for names, array in zip(inputs, arrays, strict=True))
+    out_specs = tuple(map(place, outputs))
+    arrays = tuple(
+        array if array is None or _partition(spec(array)) == wanted else reshard(array, mesh, wanted)
+        for array, wanted in zip(arrays, in_specs, strict=True)
+    )
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs if len(out_specs) > 1 else out_specs[0],
+        axis_names=_explicit_axes(mesh),
+    )
+    return mapped(*arrays)
+
+
+def einsum(equation: str, x: jax.Array, w: jax.Array, dtype, like: jax.Array | None = None) -> jax.Array:
+    """`jnp.einsum` of two arrays, the result in `dtype` straight from the accumulator.
+
+    Under an Explicit mesh: x keeps its sharding, w follows x in the letters they share and is gathered over mesh axes
+    that x already uses (FSDP); the result keeps what is left, or has the sharding of `like`.
+    """
+    mesh = _explicit_mesh(x, w)
+    if mesh is None:
+        return jnp.einsum(equation, x, w, preferred_element_type=dtype)
+    (x_names, w_names), out_names = equation.split("->")[0].split(","), equation.split("->")[1]
+    dims = dict(zip(x_names, spec(x), strict=True))
+    taken = {axis for axes in dims.values() for axis in axes}
+    for name, axes in zip(w_names, spec(w), strict=True):
+        dims.setdefault(name, tuple(a for a in axes if a not in taken))
+    w_dims = [dims[name] for name in w_names]
+    if tuple(w_dims) != spec(w):
+        w = reshard(w, mesh, _partition(w_dims))
+    out = spec(like) if like is not None else [dims[name] for name in out_names]
+    sharding = NamedSharding(mesh, _partition(out))
+    return jnp.einsum(equation, x, w, preferred_element_type=dtype, out_sharding=sharding)

@@ -1,0 +1,32 @@
+"""What every test runs under: 8 fake CPU devices, exact matmuls, and markers that skip with a reason."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # tests run from a checkout: flax_examples and benchmarks are not installed
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_default_matmul_precision", "highest")
+
+
+def pytest_collection_modifyitems(items):
+    gpus = [d for d in jax.devices() if d.platform == "gpu"]
+    absent = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    for item in items:
+        if "gpu" in item.keywords and not gpus:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; jax sees none"))
+        if "golden" in item.keywords and absent:
+            item.add_marker(pytest.mark.skip(reason=f"needs {' and '.join(absent)} (extra `golden`)"))
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
