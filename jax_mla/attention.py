@@ -51,14 +51,14 @@ def attention(
         if array.dtype != q.dtype:
             raise TypeError(f"{argument}: found dtype {array.dtype}, wanted q's, which is {q.dtype}")
     scale = sizes["D"] ** -0.5 if scale is None else checks.static_float("scale", scale)
-    if isinstance(causal, jax.core.Tracer) or not any(causal is c or causal == c for c in CAUSAL):
+    if not isinstance(causal, bool | str) or causal not in CAUSAL:
         raise checks.found("causal", causal, "True, False or 'bottom_right'")
     return_lse = checks.static_bool("return_lse", return_lse)
     return_max_logit = checks.static_bool("return_max_logit", return_max_logit)
     q_ids, k_ids = segments.check(segment_ids, kv_segment_ids, **sizes)
     static = Static(
         scale=scale,
-        causal=causal if causal == "bottom_right" else bool(causal),
+        causal=causal,
         own_order=kv_segment_ids is not None,
         implementation=dispatch.check(implementation),
     )

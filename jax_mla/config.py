@@ -189,9 +189,14 @@ class MLAConfig:
             qk_nope_head_dim=field("qk_nope_head_dim"),
             qk_rope_head_dim=field("qk_rope_head_dim"),
             v_head_dim=field("v_head_dim"),
-            attention_bias=bool(config.get("attention_bias") or False),
+            attention_bias=_bool(config, "attention_bias", False),
             rope=_rope_from_hf(config),
         )
+
+
+def _bool(config: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = config.get(name, default)
+    return False if value is None else checks.static_bool(name, value)
 
 
 def _rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
@@ -199,32 +204,33 @@ def _rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
     for name, value in (("rope_scaling", old), ("rope_parameters", new)):
         if value is not None and not isinstance(value, Mapping):
             raise checks.found(name, value, "a dict or null")
-    fields = {**(old or {}), **(new or {})}
-    interleave = config.get("rope_interleave")
-    theta = fields.get("rope_theta", config.get("rope_theta"))
-    rope = RopeConfig(
-        theta=10000.0 if theta is None else theta, interleave=True if interleave is None else bool(interleave)
-    )
+    source = "rope_scaling" if old else "rope_parameters"
+    fields = old or new or {}  # transformers lets the older spelling win, too
+    thetas = (fields.get("rope_theta"), config.get("rope_theta"), (new or {}).get("rope_theta"))
+    theta = next((theta for theta in thetas if theta is not None), 10000.0)
+    # A missing rope_interleave is DeepSeek's pairs; transformers takes a null for false.
+    rope = RopeConfig(theta=theta, interleave=_bool(config, "rope_interleave", True))
+    if fields.get("partial_rotary_factor") not in (None, 1):
+        raise checks.found(f"{source} partial_rotary_factor", fields["partial_rotary_factor"], "1 or none")
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if kind == "default":
         return rope
-    source = "rope_parameters" if new else "rope_scaling"
     if kind != "yarn":
         raise checks.found(f"{source} type", kind, "'default' or 'yarn'")
-    original = fields.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    original = config.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
     if original is None:
         raise ValueError(f"{source}: found no original_max_position_embeddings, which YaRN wants")
+    original = checks.static_int("original_max_position_embeddings", original, 1)
     factor = fields.get("factor")
     if factor is None:
         if config.get("max_position_embeddings") is None:
             raise ValueError(f"{source}: found no factor and no max_position_embeddings, wanted one of them")
-        factor = config["max_position_embeddings"] / original
+        factor = checks.static_int("max_position_embeddings", config["max_position_embeddings"], 1) / original
     factor = checks.static_float("factor", factor, 1.0)
     mscale, mscale_all_dim = fields.get("mscale"), fields.get("mscale_all_dim")
     attention_factor = fields.get("attention_factor")
     if attention_factor is None and not (mscale and mscale_all_dim):
         attention_factor = _mscale(factor, 1.0)
-    truncate = fields.get("truncate")
     scaling = YarnScaling(
         factor=factor,
         original_max_position_embeddings=original,
@@ -233,7 +239,7 @@ def _rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
         mscale=1.0 if mscale is None else mscale,
         mscale_all_dim=mscale_all_dim or 0.0,
         attention_factor=attention_factor,
-        truncate=True if truncate is None else truncate,
+        truncate=_bool(fields, "truncate", True),
     )
     return dataclasses.replace(rope, scaling=scaling)
 

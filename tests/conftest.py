@@ -6,9 +6,19 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # tests run from a checkout: flax_examples and benchmarks are not installed
+sys.path[:0] = [
+    str(ROOT),
+    str(ROOT / "tests"),
+]  # tests run from a checkout: flax_examples and benchmarks are not installed
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    # Most of the suite's time is compiling: LLVM's expensive passes buy nothing at these sizes.
+    os.environ["XLA_FLAGS"] = " ".join(
+        [
+            os.environ.get("XLA_FLAGS", ""),
+            "--xla_force_host_platform_device_count=8",
+            "--xla_llvm_disable_expensive_passes=true",
+        ]
+    )
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
