@@ -49,7 +49,7 @@ class _Side(NamedTuple):
         """[B, T, H, ...] -> [B, H, blocks * size, ...], padding tokens zeroed so that their NaN can reach nothing."""
         x = self.pad(x, 1)
         if self.ids is not None:
-            x = jnp.where((self.ids != 0).reshape(*self.ids.shape, *(1,) * (x.ndim - 2)), x, 0)
+            x = _where((self.ids != 0).reshape(*self.ids.shape, *(1,) * (x.ndim - 2)), x, 0.0)
         return jnp.swapaxes(x, 1, 2)
 
     def tokens_first(self, x: jax.Array) -> jax.Array:
@@ -127,16 +127,21 @@ def _dot(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(equation, x, y, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
 
 
+def _where(mask: jax.Array, x: jax.Array, other: float) -> jax.Array:
+    """x where the mask holds, else a number. In x's dtype: a bare Python float is a float64 in x64 mode."""
+    return jnp.where(mask, x, jnp.asarray(other, x.dtype))
+
+
 def _finite(x: jax.Array) -> jax.Array:
     """x with -inf, which says that nothing was seen, as 0: for exponents whose result is masked anyway."""
-    return jnp.where(x == -jnp.inf, 0.0, x)
+    return _where(x != -jnp.inf, x, 0.0)
 
 
 def _logits(static, mask: _Mask, q: jax.Array, k: jax.Array, i, j) -> tuple[jax.Array, jax.Array | None]:
     """Scaled logits of one block in float32, -inf where masked, and the mask."""
     logits = _dot("bhtd,bhsd->bhts", q, k) * static.scale
     visible = mask.visible(i, j)
-    return (logits if visible is None else jnp.where(visible, logits, -jnp.inf)), visible
+    return (logits if visible is None else _where(visible, logits, -jnp.inf)), visible
 
 
 def forward(static, q, k, v, q_ids, k_ids) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -173,8 +178,9 @@ def forward(static, q, k, v, q_ids, k_ids) -> tuple[jax.Array, jax.Array, jax.Ar
         start = tuple(vary_like(x, q, k, v, q_ids, k_ids) for x in start)
         total, weight, largest = _loop(0, mask.key_blocks(i), key_block, start, keys.blocks == 1)
         seen = weight > 0
-        o = jnp.where(seen[..., None], total / jnp.where(seen, weight, 1.0)[..., None], 0.0).astype(dtype)
-        lse = jnp.where(seen, largest + jnp.log(jnp.where(seen, weight, 1.0)), -jnp.inf)
+        divisor = _where(seen, weight, 1.0)
+        o = _where(seen[..., None], total / divisor[..., None], 0.0).astype(dtype)
+        lse = _where(seen, largest + jnp.log(divisor), -jnp.inf)
         return o, lse, largest
 
     if queries.blocks == 1:

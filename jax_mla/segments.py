@@ -36,7 +36,7 @@ def zero_padding(x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
         return x
 
     def keep(x, ids):
-        return jnp.where((ids != 0)[..., None], x, 0)
+        return jnp.where((ids != 0)[..., None], x, jnp.zeros((), x.dtype))
 
     return sharding.local("segment_ids", "b t k, b t -> b t k", keep, x, segment_ids)
 
@@ -46,7 +46,7 @@ def positions_within(segment_ids: jax.Array, *, from_end: bool = False) -> jax.A
     ids = jnp.flip(segment_ids, axis=-1) if from_end else segment_ids
     index = jax.lax.broadcasted_iota(jnp.int32, ids.shape, ids.ndim - 1)
     starts = jnp.concatenate([jnp.ones_like(ids[..., :1], dtype=bool), ids[..., 1:] != ids[..., :-1]], axis=-1)
-    within = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=ids.ndim - 1)
+    within = index - jax.lax.cummax(jnp.where(starts, index, jnp.zeros((), jnp.int32)), axis=ids.ndim - 1)
     return jnp.flip(within, axis=-1) if from_end else within
 
 

@@ -30,7 +30,7 @@ def saved_per_token(remat, capsys) -> tuple[float, float]:
         size = BYTES[dtype] * int(np.prod([int(n) for n in shape.split(",") if n]))
         if "from the argument x" in source:
             given += size
-        elif "from the argument" not in source and "constant" not in source:  # not a parameter or a table of frequencies
+        elif "from the argument" not in source and "constant" not in source:  # no parameter, no table of frequencies
             own += size
     return own / TOKENS, given / TOKENS
 
@@ -98,7 +98,9 @@ def test_policies_for_the_users_own_checkpoint():
 
 def test_unknown_policies_are_named():
     params, x, _ = layer_inputs()
-    with pytest.raises(ValueError, match="remat: found 'full', wanted one of None, 'everything', 'latents', 'qkv', 'no"):
+    with pytest.raises(
+        ValueError, match="remat: found 'full', wanted one of None, 'everything', 'latents', 'qkv', 'no"
+    ):
         mla(params, x, CONFIG, remat="full")
     with pytest.raises(ValueError, match="remat: found None"):
         remat_policy(None)
