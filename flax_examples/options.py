@@ -1,0 +1,134 @@
+"""The command line, and what a run is settled to be: options over a checkpoint's settings over the preset's."""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import pathlib
+
+import jax
+
+from flax_examples.data import InputError
+from flax_examples.model import MODULES
+from flax_examples.presets import PRESETS, Preset
+
+# Options that are settings of the run: they are stored in its checkpoints, and --resume takes them from there.
+SETTINGS = ("preset", "module", "dtype", "seed", "steps", "batch", "window", "learning_rate")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(Preset):
+    """A preset with the options applied: all that decides the numbers, but for the data."""
+
+    preset: str = ""
+    module: str = "linen"
+    dtype: str = "float32"
+    seed: int = 0
+
+    def to_json(self) -> dict:
+        return json.loads(json.dumps(dataclasses.asdict(self)))  # what a JSON file gives back: lists, no tuples
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):  # argparse would print the usage before it, and exit by itself
+        raise InputError(message)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    presets = "\n".join(f"  {name:8}{preset.about}" for name, preset in PRESETS.items())
+    parser = _Parser(
+        prog="python -m flax_examples.train",
+        description="Trains a byte-level language model with Multi-head Latent Attention on text.",
+        epilog=f"presets:\n{presets}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--data", nargs="+", default=[], metavar="PATH", help="folders and files; default: Python's standard library")
+    add("--glob", nargs="+", default=[], metavar="PATTERN", help="what to take from folders; default: all not hidden")
+    add("--preset", choices=PRESETS, help="default: small")
+    add("--module", choices=MODULES, help="which Flax API the model is written in; default: linen")
+    add("--dtype", choices=("float32", "bfloat16"), help="what the blocks compute in; default: float32")
+    add("--seed", type=_integer(0, 2**31 - 1), help="of initial values, order of the data and sample; default: 0")
+    for name in ("steps", "batch", "window"):
+        add(f"--{name}", type=_integer(1), help="default: the preset's")
+    add("--learning-rate", type=_positive, help="its peak; default: the preset's")
+    add("--eval-every", type=_integer(1), metavar="STEPS", help="held-out evaluation; default: a quarter of the run")
+    add("--checkpoint-every", type=_integer(1), metavar="STEPS", help="default: a quarter of the run")
+    add("--stop-after", type=_integer(1), metavar="STEP", help="save and end once this step is done")
+    add("--out", type=pathlib.Path, metavar="FOLDER", help="default: a new runs/PRESET-MODULE; with --resume, the last")
+    add("--resume", action="store_true", help="continue the run in --out; other options default to what it was given")
+    add("--sample-bytes", type=_integer(1), default=400, metavar="BYTES", help="length of the sample; default: 400")
+    options = parser.parse_args(argv)
+    if options.out is None:
+        options.out = _default_out(f"{options.preset or 'small'}-{options.module or 'linen'}", options.resume)
+    return options
+
+
+def _default_out(name: str, resume: bool) -> pathlib.Path:
+    """runs/NAME, runs/NAME-2, ...: the first that is free, or to resume the last that is not."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    last = free = pathlib.Path("runs", next(names))
+    while free.exists():
+        last, free = free, pathlib.Path("runs", next(names))
+    return last if resume else free
+
+
+def _integer(least: int, most: int | None = None):
+    def convert(text: str) -> int:
+        value = int(text) if text.lstrip("-").isdecimal() else least - 1
+        if value < least or (most is not None and value > most):
+            wanted = f"at least {least}" if most is None else f"{least} to {most}"
+            raise argparse.ArgumentTypeError(f"found {text!r}, wanted a whole number, {wanted}")
+        return value
+
+    return convert
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"found {text!r}, wanted a positive number")
+    return value
+
+
+def settle(options: argparse.Namespace, saved: dict | None) -> Settings:
+    """The settings of a new run, or of the one whose saved settings are given; InputError where options contradict."""
+    asked = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
+    if saved is not None:
+        for name, value in asked.items():
+            if value != saved[name]:
+                _refuse(f"--{name.replace('_', '-')}", saved[name], value)
+        asked = {name: saved[name] for name in SETTINGS}
+    if asked.setdefault("preset", "small") not in PRESETS:  # it was in the table when the checkpoint was made
+        _refuse("--preset", asked["preset"], f"one of {', '.join(PRESETS)}")
+    preset = PRESETS[asked["preset"]]
+    fields = {field.name: getattr(preset, field.name) for field in dataclasses.fields(preset)}
+    settings = Settings(**fields | asked)
+    if saved is not None:  # the table of presets may have been edited since
+        for name, value in _flatten(settings.to_json()).items():
+            if value != (found := _flatten(saved).get(name)) and name != "about":
+                _refuse(f"preset {settings.preset}, {name}", found, value)
+    return settings
+
+
+def check_data(found: dict, now: dict) -> None:
+    """InputError unless the files are those the checkpoint's run was trained on: `found` is its summary of the data."""
+    if found["fingerprint"] != now["fingerprint"]:
+        show = "{fingerprint} ({train_bytes} + {heldout_bytes} bytes)".format_map
+        _refuse("--data: fingerprint", show(found), show(now))
+
+
+def _refuse(name: str, found, wanted):
+    raise InputError(
+        f"{name}: found {found} in the checkpoint, wanted {wanted}; resume with what it has, or start in another --out"
+    )
+
+
+def _flatten(tree: dict) -> dict:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: not isinstance(node, dict))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
