@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
             "device": _device(),
             "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
             | {"python": platform.python_version(), "jax_mla": jax_mla.__version__},
-            "command": shlex.join(["python", "-m", "benchmarks", *(sys.argv[1:] if argv is None else argv)]),
+            "command": _command(sys.argv[1:] if argv is None else argv),
             "date": datetime.date.today().isoformat(),
             "rows": rows,
         }
@@ -123,6 +123,12 @@ def main(argv: list[str] | None = None) -> int:
             file.write("\n")
         os.replace(temporary, args.json)
     return 0
+
+
+def _command(argv: list[str]) -> str:
+    """The command that makes these rows again, wherever they are then written."""
+    kept = [a for i, a in enumerate(argv) if a != "--json" and (i == 0 or argv[i - 1] != "--json")]
+    return shlex.join(["python", "-m", "benchmarks", *kept])
 
 
 def _device() -> str:

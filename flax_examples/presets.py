@@ -53,7 +53,7 @@ PRESETS = {
         learning_rate=3e-3,
     ),
     "medium": Preset(
-        about="twenty minutes on two CPU cores",
+        about="a longer run: tens of minutes on two CPU cores",
         model=_model(hidden=256, layers=4, heads=4, q_rank=128, kv_rank=64, nope=48, rope=16, ffn=688),
         window=256,
         batch=8,

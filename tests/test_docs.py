@@ -51,3 +51,9 @@ def test_the_speed_table_is_the_committed_result():
         assert row in README, row
         assert ours["ms"] <= usual["ms"]
     assert found[4096, "jnp_usual"]["peak_bytes"] >= 3 * found[4096, "xla"]["peak_bytes"]
+
+
+def test_the_h200_figures_are_the_committed_result():
+    rows = json.loads((ROOT / "benchmarks" / "results" / "layer-h200.json").read_text())["rows"]
+    for row in (row for row in rows if row["pass"] == "fwd_bwd"):
+        assert f"{row['ms']:.1f} ms and {row['peak_bytes'] / 2**20:,.0f} MiB" in " ".join(README.split())
