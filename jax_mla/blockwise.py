@@ -5,7 +5,9 @@ Backward: probabilities recomputed from q, k and lse, key block by key block (al
 hides altogether are not visited. Everything here works on one device's [B, T, H, .] arrays.
 """
 
+import functools
 import math
+import operator
 from typing import NamedTuple
 
 import jax
@@ -91,11 +93,7 @@ class _Mask(NamedTuple):
             terms.append((q_ids == k_ids) & (q_ids != 0))
         if queries.order is not None:
             terms.append(pairs(queries, queries.order, 3) >= pairs(keys, keys.order, 2))
-        if not terms:
-            return None
-        return jnp.broadcast_to(
-            _all(terms), jnp.broadcast_shapes((1, 1, queries.size, keys.size), *(t.shape for t in terms))
-        )
+        return functools.reduce(operator.and_, terms) if terms else None
 
     def key_blocks(self, i):
         """How many key blocks queries of block i can see any of."""
@@ -109,13 +107,6 @@ class _Mask(NamedTuple):
         if self.offset is None:
             return 0
         return jnp.clip((j * self.keys.size - self.offset) // self.queries.size, 0, self.queries.blocks)
-
-
-def _all(terms: list[jax.Array]) -> jax.Array:
-    result = terms[0]
-    for term in terms[1:]:
-        result = result & term
-    return result
 
 
 def _loop(start, stop, body, carry, single: bool):
@@ -137,11 +128,11 @@ def _finite(x: jax.Array) -> jax.Array:
     return _where(x != -jnp.inf, x, 0.0)
 
 
-def _logits(static, mask: _Mask, q: jax.Array, k: jax.Array, i, j) -> tuple[jax.Array, jax.Array | None]:
-    """Scaled logits of one block in float32, -inf where masked, and the mask."""
+def _logits(static, mask: _Mask, q: jax.Array, k: jax.Array, i, j) -> jax.Array:
+    """Scaled logits of one block in float32, -inf where masked."""
     logits = _dot("bhtd,bhsd->bhts", q, k) * static.scale
     visible = mask.visible(i, j)
-    return (logits if visible is None else _where(visible, logits, -jnp.inf)), visible
+    return logits if visible is None else _where(visible, logits, -jnp.inf)
 
 
 def forward(static, q, k, v, q_ids, k_ids) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -160,7 +151,7 @@ def forward(static, q, k, v, q_ids, k_ids) -> tuple[jax.Array, jax.Array, jax.Ar
 
         def key_block(j, carry):
             total, weight, largest = carry
-            logits, _ = _logits(static, mask, q_i, keys.block(k, j), i, j)
+            logits = _logits(static, mask, q_i, keys.block(k, j), i, j)
             new = jnp.maximum(largest, jnp.max(logits, axis=-1))
             base = _finite(new)
             p = jnp.exp(logits - base[..., None])
@@ -220,7 +211,7 @@ def backward(static, q, k, v, q_ids, k_ids, o, lse, do, dlse) -> tuple[jax.Array
         def query_block(i, carry):
             dq, dk, dv = carry
             q_i, do_i = queries.block(q, i), queries.block(do, i)
-            logits, _ = _logits(static, mask, q_i, k_j, i, j)
+            logits = _logits(static, mask, q_i, k_j, i, j)
             p = jnp.exp(logits - queries.block(lse, i)[..., None])
             dv = dv + _dot("bhts,bhtv->bhsv", p.astype(dtype), do_i)
             dp = _dot("bhtv,bhsv->bhts", do_i, v_j)
