@@ -20,6 +20,7 @@ from jax_mla.q_up import q_up_proj_rope
 from jax_mla.remat import policy as remat_policy
 from jax_mla.rope import apply_rope, rope_tables
 from jax_mla.rope_kv import apply_rope_kv
+from jax_mla.segments import segment_ids_from_cu_seqlens
 
 __version__ = "0.1.0"
 
@@ -40,4 +41,5 @@ __all__ = [
     "remat_policy",
     "rms_norm",
     "rope_tables",
+    "segment_ids_from_cu_seqlens",
 ]

@@ -22,6 +22,7 @@ def attention(
     causal: bool | str = True,
     segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
+    cu_seqlens: jax.Array | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
     implementation: dispatch.Choice = None,
@@ -34,6 +35,9 @@ def attention(
     segment_ids: integers [B, T], one id a token: queries see keys of their own id only; 0 is padding, whose rows give 0
     and whose values (NaN too) reach nothing. kv_segment_ids [B, S]: the keys' ids, by default segment_ids, which then
     wants S = T. With kv_segment_ids given, causal is counted within each segment (a segment being one run of its id).
+    cu_seqlens: instead of ids, the boundaries of the packed sequences: integers [B, n + 1], or [n + 1] with packed
+    tokens (thd) q, k [T, H, D] and v [T, H, V], whose results have no batch dim either. `segment_ids_from_cu_seqlens`
+    says what they mean.
 
     Returns o [B, T, H, V] in q's dtype; then, as asked, lse [B, T, H] (natural log, float32, differentiable) and
     max_logit [H] (float32, the largest scaled logit that was not masked, over batch and tokens; no gradient).
@@ -43,6 +47,16 @@ def attention(
 
     Raises ValueError or TypeError naming the argument; NotImplementedError if no implementation fits.
     """
+    if cu_seqlens is not None:
+        segment_ids = _packed_ids(q, k, cu_seqlens, segment_ids, kv_segment_ids)
+        one_row = segment_ids.ndim == 1
+        if one_row:
+            checks.dims("v", v, "S H V")
+            q, k, v, segment_ids = q[None], k[None], v[None], segment_ids[None]
+        options = dict(return_lse=return_lse, return_max_logit=return_max_logit, implementation=implementation)
+        outputs = attention(q, k, v, scale=scale, causal=causal, segment_ids=segment_ids, **options)
+        # max_logit has no batch dim to take off.
+        return jax.tree.map(lambda a: a[0] if one_row and a.ndim > 1 else a, outputs)
     sizes = checks.dims("q", q, "B T H D")
     checks.floating("q", q)
     sizes = checks.dims("k", k, "B S H D", **{name: sizes[name] for name in "BHD"}) | sizes
@@ -69,6 +83,20 @@ def attention(
     if return_max_logit:
         outputs += (jnp.max(max_logits, axis=(0, 1), initial=-jnp.inf),)
     return outputs if len(outputs) > 1 else o
+
+
+def _packed_ids(q, k, cu_seqlens, segment_ids, kv_segment_ids) -> jax.Array:
+    """cu_seqlens as ids: [T] for packed tokens without a batch dim, [B, T] for rows of them."""
+    if segment_ids is not None or kv_segment_ids is not None:
+        raise ValueError("cu_seqlens: found segment ids besides, wanted one of the two")
+    one_row = getattr(cu_seqlens, "ndim", 2) == 1
+    sizes = checks.dims("q", q, "T H D" if one_row else "B T H D")
+    if checks.dims("k", k, "S H D" if one_row else "B S H D")["S"] != sizes["T"]:
+        raise checks.found("k", k, f"as many keys as queries, {sizes['T']}, where cu_seqlens are given")
+    ids = segments.segment_ids_from_cu_seqlens(cu_seqlens, sizes["T"])
+    if not one_row and ids.shape[0] != sizes["B"]:
+        raise checks.found("cu_seqlens", cu_seqlens, f"a row for each of q's, [B={sizes['B']}, n + 1]")
+    return ids
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_mla import checks, sharding
 
@@ -22,6 +23,35 @@ def check(
             )
         return segment_ids, segment_ids
     return segment_ids, check_ids("kv_segment_ids", kv_segment_ids, B=B, S=S)
+
+
+def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, length: int) -> jax.Array:
+    """Segment ids of packed rows, int32 [T] or [B, T]: sequence i of a row holds tokens cu_seqlens[i] to
+    cu_seqlens[i + 1] and gets id i + 1; tokens past the last boundary are padding, id 0.
+
+    cu_seqlens: integers [n + 1] for one row, [B, n + 1] for many: 0, then the sequences' ends, never falling (equal
+    neighbours are sequences of no tokens), at most `length` = T tokens. The number of sequences is a shape, their
+    lengths are not: no length compiles anew.
+
+    Raises TypeError for another dtype, ValueError for another shape and, where the values are known at trace time, for
+    boundaries that do not start at 0, fall, or pass T. Traced boundaries are the caller's promise.
+    """
+    length = checks.static_int("length", length, 0)
+    if not hasattr(cu_seqlens, "dtype"):
+        raise TypeError(f"cu_seqlens: found {type(cu_seqlens).__name__}, wanted an integer array [n + 1] or [B, n + 1]")
+    checks.integer("cu_seqlens", cu_seqlens)
+    if cu_seqlens.ndim not in (1, 2) or cu_seqlens.shape[-1] < 1:
+        raise checks.found("cu_seqlens", cu_seqlens, "an array [n + 1] or [B, n + 1]")
+    if not isinstance(cu_seqlens, jax.core.Tracer):
+        values = np.asarray(cu_seqlens).astype(np.int64)
+        if np.any(values[..., 0] != 0) or np.any(np.diff(values) < 0) or np.any(values[..., -1] > length):
+            raise ValueError(
+                f"cu_seqlens: found {values.tolist()}, wanted 0 first, then ends that never fall, at most {length}"
+            )
+    boundaries = jnp.asarray(cu_seqlens).astype(jnp.int32)
+    tokens = jnp.arange(length, dtype=jnp.int32)
+    passed = jnp.sum(boundaries[..., None, :] <= tokens[:, None], axis=-1, dtype=jnp.int32)
+    return jnp.where(tokens < boundaries[..., -1:], passed, jnp.zeros((), jnp.int32))
 
 
 def check_ids(argument: str, ids: jax.Array, **sizes: int) -> jax.Array:
