@@ -3,12 +3,16 @@
 Hugging Face keeps a linear layer as [out, in] with heads flattened into `out` (`in` for o_proj); here a weight is
 [in, out] with heads an axis of their own. That is a transpose and a reshape, no number changes: both directions are
 exact in every dtype, and their results are new C-contiguous numpy arrays that share no memory with the input.
+
+DeepSeek-V3's FP8 checkpoints store a matrix as E4M3 codes and one float32 factor for every block of 128 x 128 of them
+(`weight_scale_inv`, the factor to multiply by; DeepSeek-V3, arXiv:2412.19437, section 3.3).
 """
 
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from jax_mla import checks
@@ -18,6 +22,8 @@ from jax_mla.config import MLAConfig
 # Buffers, not weights: some checkpoints (Moonlight, Kimi K2) store these numbers, which the config determines.
 _DERIVED_KEYS = ("rotary_emb.inv_freq",)
 
+_BLOCK = 128  # of FP8 checkpoints, both ways
+_SCALE = "_scale_inv"  # after a weight's key
 
 # Parameter names in Hugging Face's order; `params.specs` says which of them a config has, and their shapes.
 _KEYS = {
@@ -60,19 +66,26 @@ def from_hf(state_dict: Mapping[str, Any], config: MLAConfig) -> dict[str, np.nd
     """Params of `mla` from the state dict of one Hugging Face attention module (DeepSeek V2/V3-style).
 
     state_dict: unprefixed keys (`q_a_proj.weight`, ..., `o_proj.bias`) to numpy or jax arrays. A `rotary_emb.inv_freq`,
-      which some checkpoints store, is passed over: the config determines it.
+      which some checkpoints store, is passed over: the config determines it. A weight of float8_e4m3fn wants its
+      `weight_scale_inv` beside it, float32 [ceil(out / 128), ceil(in / 128)].
     config: decides which keys there must be, and their shapes.
 
-    Returns one flat dict of new C-contiguous numpy arrays, each in its source's dtype (bfloat16 as ml_dtypes has it).
+    Returns one flat dict of new C-contiguous numpy arrays, each in its source's dtype (bfloat16 as ml_dtypes has it);
+    FP8 weights as the float32 products of code and factor.
     Raises ValueError for missing, unexpected and prefixed keys and for wrong shapes (naming the key, the found and the
     wanted), TypeError for values that are not arrays of bfloat16, float16, float32 or float64 (torch tensors too).
     """
     table = _check_arguments("state_dict", state_dict, config)
+    matrices = [t.key for t in table if len(t.hf_shape) == 2]
     keys = [key for key in state_dict if key not in _DERIVED_KEYS]
-    _check_keys("state_dict", keys, [t.key for t in table], config)
+    factor_keys = {key + _SCALE for key in matrices}
+    _check_keys("state_dict", [key for key in keys if key not in factor_keys], [t.key for t in table], config)
     params = {}
     for tensor in table:
-        array = _array(tensor.key, state_dict[tensor.key], tensor.hf_shape)
+        value, factors = state_dict[tensor.key], state_dict.get(tensor.key + _SCALE)
+        if factors is not None or getattr(value, "dtype", None) == ml_dtypes.float8_e4m3fn:
+            value = _dequantized(tensor, value, factors)
+        array = _array(tensor.key, value, tensor.hf_shape)
         params[tensor.name] = np.array(array.T.reshape(tensor.shape), order="C")
     return params
 
@@ -90,6 +103,22 @@ def to_hf(params: Mapping[str, Any], config: MLAConfig) -> dict[str, np.ndarray]
         array = _array(tensor.name, params[tensor.name], tensor.shape)
         state_dict[tensor.key] = np.array(array.reshape(tensor.hf_shape[::-1]).T, order="C")
     return state_dict
+
+
+def _dequantized(tensor: _Tensor, codes: Any, factors: Any) -> np.ndarray:
+    """The float32 weight [out, in] behind E4M3 codes and their blocks' factors."""
+    key = tensor.key + _SCALE
+    if getattr(codes, "dtype", None) != ml_dtypes.float8_e4m3fn:
+        raise TypeError(f"{tensor.key}: found {checks.show(codes)} beside a {key}, wanted float8_e4m3fn codes")
+    blocks = tuple(math.ceil(size / _BLOCK) for size in tensor.hf_shape)
+    if factors is None:
+        raise ValueError(f"{key}: missing, wanted float32 {list(blocks)} beside the float8_e4m3fn {tensor.key}")
+    if tuple(codes.shape) != tensor.hf_shape:
+        raise checks.found(tensor.key, codes, f"shape {list(tensor.hf_shape)}")
+    factors = _array(key, factors, blocks).astype(np.float32)
+    out, inner = tensor.hf_shape
+    spread = factors.repeat(_BLOCK, axis=0)[:out].repeat(_BLOCK, axis=1)[:, :inner]
+    return np.asarray(codes).astype(np.float32) * spread
 
 
 def _check_arguments(argument: str, mapping: Any, config: Any) -> list[_Tensor]:

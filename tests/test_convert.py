@@ -213,13 +213,56 @@ def test_missing_and_unexpected_params_are_listed():
         convert.to_hf(params, CONFIG)
 
 
-def test_fp8_checkpoints_are_refused():
-    source = state_dict(CONFIG)
-    with pytest.raises(ValueError, match="unexpected o_proj.weight_scale_inv"):
-        convert.from_hf({**source, "o_proj.weight_scale_inv": np.ones((1, 1), np.float32)}, CONFIG)
-    source["o_proj.weight"] = source["o_proj.weight"].astype(ml_dtypes.float8_e4m3fn)
-    with pytest.raises(TypeError, match="o_proj.weight: found dtype float8_e4m3fn, wanted bfloat16"):
-        convert.from_hf(source, CONFIG)
+def fp8_state_dict(shapes, rng):
+    """Codes and factors of DeepSeek's FP8 checkpoints, and the float32 weights they stand for, element by element."""
+    source, wanted = {key: rng.normal(size=shape).astype(ml_dtypes.bfloat16) for key, shape in shapes.items()}, {}
+    for key, shape in shapes.items():
+        if len(shape) != 2:
+            continue
+        codes = rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
+        factors = rng.uniform(0.001, 2.0, [-(-n // 128) for n in shape]).astype(np.float32)
+        weight = np.zeros(shape, np.float32)
+        for i in range(shape[0]):
+            for j in range(shape[1]):
+                weight[i, j] = np.float32(codes[i, j]) * factors[i // 128, j // 128]
+        source |= {key: codes, key + "_scale_inv": factors}
+        wanted[key] = weight
+    return source, wanted
+
+
+def test_fp8_block_checkpoints():
+    """Blocks of 128 x 128 with short ones at both edges; the other tensors stay what they were."""
+    config = MLAConfig(300, 3, 130, 128, 64, 32, 40)
+    shapes = {
+        "q_a_proj.weight": (130, 300),
+        "q_a_layernorm.weight": (130,),
+        "q_b_proj.weight": (3 * 96, 130),
+        "kv_a_proj_with_mqa.weight": (160, 300),
+        "kv_a_layernorm.weight": (128,),
+        "kv_b_proj.weight": (3 * 104, 128),
+        "o_proj.weight": (300, 3 * 40),
+    }
+    source, wanted = fp8_state_dict(shapes, np.random.default_rng(0))
+    params = convert.from_hf(source, config)
+    restored = convert.to_hf(params, config)
+    for key, weight in wanted.items():
+        assert restored[key].dtype == np.float32 and np.array_equal(restored[key], weight)
+    assert params["q_norm"].dtype == ml_dtypes.bfloat16
+
+
+def test_fp8_without_its_factors_is_named():
+    source, _ = fp8_state_dict(hf_shapes(CONFIG), np.random.default_rng(0))
+    missing = {key: value for key, value in source.items() if key != "o_proj.weight_scale_inv"}
+    with pytest.raises(ValueError, match=r"o_proj.weight_scale_inv: missing, wanted float32 \[1, 1\]"):
+        convert.from_hf(missing, CONFIG)
+    with pytest.raises(ValueError, match=r"o_proj.weight_scale_inv: found float32\[2, 1\], wanted shape \[1, 1\]"):
+        convert.from_hf({**source, "o_proj.weight_scale_inv": np.ones((2, 1), np.float32)}, CONFIG)
+    with pytest.raises(TypeError, match="o_proj.weight: found bfloat16.* wanted float8_e4m3fn codes"):
+        convert.from_hf({**source, "o_proj.weight": state_dict(CONFIG, ml_dtypes.bfloat16)["o_proj.weight"]}, CONFIG)
+    with pytest.raises(ValueError, match=r"o_proj.weight: found float8_e4m3fn\[21, 20\], wanted shape \[20, 21\]"):
+        convert.from_hf({**source, "o_proj.weight": source["o_proj.weight"].T}, CONFIG)
+    with pytest.raises(ValueError, match="unexpected q_a_layernorm.weight_scale_inv"):
+        convert.from_hf({**source, "q_a_layernorm.weight_scale_inv": np.ones((1, 1), np.float32)}, CONFIG)
 
 
 def test_prefixed_keys_say_to_strip_it():
