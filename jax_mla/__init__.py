@@ -1,7 +1,8 @@
 """DeepSeek-style Multi-head Latent Attention for JAX.
 
 Functions: `mla` (the layer), `init`, and its ops `rope_tables`, `apply_rope`, `apply_rope_kv`, `rms_norm`,
-`q_up_proj_rope`, `kv_up_proj_rope`, `attention`. Flax modules: `jax_mla.linen.MLA`, `jax_mla.nnx.MLA` (import them by
+`q_up_proj_rope`, `kv_up_proj_rope`, `attention`; MXFP8 tensors: `quantize_mxfp8`, `dequantize`, `rms_norm_quantize`,
+`swizzle_scales`, `unswizzle_scales`. Flax modules: `jax_mla.linen.MLA`, `jax_mla.nnx.MLA` (import them by
 name: this package itself needs no Flax). Checkpoints: `jax_mla.convert`.
 
 Shapes: B batch, T query length, S key length, M hidden size, H heads, R q_lora_rank, C kv_lora_rank,
@@ -14,32 +15,41 @@ from jax_mla.config import MLAConfig, RopeConfig, YarnScaling
 from jax_mla.dispatch import implementations
 from jax_mla.kv_up import kv_up_proj_rope
 from jax_mla.layer import mla
+from jax_mla.mxfp8 import MXFP8Tensor, dequantize, quantize_mxfp8
 from jax_mla.norm import rms_norm
+from jax_mla.norm_quantize import rms_norm_quantize
 from jax_mla.params import init, logical_axes
 from jax_mla.q_up import q_up_proj_rope
 from jax_mla.remat import policy as remat_policy
 from jax_mla.rope import apply_rope, rope_tables
 from jax_mla.rope_kv import apply_rope_kv
 from jax_mla.segments import segment_ids_from_cu_seqlens
+from jax_mla.swizzle import swizzle_scales, unswizzle_scales
 
 __version__ = "0.1.0"
 
 __all__ = [
     "MLAConfig",
+    "MXFP8Tensor",
     "RopeConfig",
     "YarnScaling",
     "apply_rope",
     "apply_rope_kv",
     "attention",
     "convert",
+    "dequantize",
     "implementations",
     "init",
     "kv_up_proj_rope",
     "logical_axes",
     "mla",
     "q_up_proj_rope",
+    "quantize_mxfp8",
     "remat_policy",
     "rms_norm",
+    "rms_norm_quantize",
     "rope_tables",
     "segment_ids_from_cu_seqlens",
+    "swizzle_scales",
+    "unswizzle_scales",
 ]

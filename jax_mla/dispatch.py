@@ -25,6 +25,9 @@ _OPS = {
     "q_up_proj_rope": "jax_mla.q_up",
     "kv_up_proj_rope": "jax_mla.kv_up",
     "attention": "jax_mla.attention",
+    "quantize_mxfp8": "jax_mla.mxfp8",
+    "rms_norm_quantize": "jax_mla.norm_quantize",
+    "swizzle_scales": "jax_mla.swizzle",
 }
 
 Choice = str | Sequence[str] | None
