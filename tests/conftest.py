@@ -26,12 +26,18 @@ import pytest  # noqa: E402
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
+def pytest_configure(config):
+    # Meshes here are of CPU devices, and compiled text is the CPU's: only `-m gpu` looks for a GPU.
+    if config.option.markexpr != "gpu":
+        jax.config.update("jax_platforms", "cpu")
+
+
 def pytest_collection_modifyitems(items):
     gpus = [d for d in jax.devices() if d.platform == "gpu"]
     absent = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     for item in items:
         if "gpu" in item.keywords and not gpus:
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; jax sees none"))
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU (`tests/run -m gpu`); jax sees none"))
         if "golden" in item.keywords and absent:
             item.add_marker(pytest.mark.skip(reason=f"needs {' and '.join(absent)} (extra `golden`)"))
 
