@@ -60,7 +60,8 @@ def mla(
         checks.integer("positions", positions)
         if positions.shape not in ((length,), (batch, length)):
             raise checks.found("positions", positions, f"shape [{length}] or [{batch}, {length}]")
-    positions = positions.reshape(-1, length)  # [1, T] or [B, T]: the tables are saved once, as every op wants them
+    if positions.ndim == 1:
+        positions = positions[None]  # the tables are saved once, in the rank that every op wants
     flow = policies.apply(functools.partial(_flow, config, implementation), remat)
     return flow(dict(params), x, positions, segment_ids)
 

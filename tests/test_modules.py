@@ -100,6 +100,16 @@ def test_remat_and_implementation_are_passed_on(remat):
             nnx_mla.MLA(CONFIG, implementation=implementation, rngs=key)(x)
 
 
+@pytest.mark.parametrize("shape", [(0, 9, 48), (2, 0, 48), (2, 1, 48), (0, 0, 48)])
+def test_empty_and_tiny(shape):
+    params = init(jax.random.key(5), CONFIG)
+    ids = jnp.ones(shape[:2], jnp.int32)
+    for options in ({}, dict(segment_ids=ids), dict(positions=jnp.zeros(shape[1], jnp.int32), remat="latents")):
+        step = jax.value_and_grad(lambda p, o=options: jnp.sum(mla(p, jnp.ones(shape), CONFIG, **o)))
+        value, gradient = jax.jit(step)(params)
+        assert np.isfinite(value) and all(np.all(np.isfinite(g)) for g in gradient.values())
+
+
 def test_layers_of_a_model_draw_their_own_values():
     class Linen(nn.Module):
         @nn.compact
