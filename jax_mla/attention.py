@@ -64,7 +64,7 @@ def attention(
     for argument, array in (("k", k), ("v", v)):
         if array.dtype != q.dtype:
             raise TypeError(f"{argument}: found dtype {array.dtype}, wanted q's, which is {q.dtype}")
-    scale = sizes["D"] ** -0.5 if scale is None else checks.static_float("scale", scale)
+    scale = max(sizes["D"], 1) ** -0.5 if scale is None else checks.static_float("scale", scale)
     if not isinstance(causal, bool | str) or causal not in CAUSAL:
         raise checks.found("causal", causal, "True, False or 'bottom_right'")
     return_lse = checks.static_bool("return_lse", return_lse)

@@ -168,7 +168,7 @@ def forward(static, q, k, v, q_ids, k_ids) -> tuple[jax.Array, jax.Array, jax.Ar
         )
         start = tuple(vary_like(x, q, k, v, q_ids, k_ids) for x in start)
         total, weight, largest = _loop(0, mask.key_blocks(i), key_block, start, keys.blocks == 1)
-        seen = weight > 0
+        seen = largest != -jnp.inf  # not `weight > 0`: a NaN is to come out as NaN
         divisor = _where(seen, weight, 1.0)
         o = _where(seen[..., None], total / divisor[..., None], 0.0).astype(dtype)
         lse = _where(seen, largest + jnp.log(divisor), -jnp.inf)
@@ -202,6 +202,9 @@ def backward(static, q, k, v, q_ids, k_ids, o, lse, do, dlse) -> tuple[jax.Array
     dtype = q.dtype
     q, k, v = queries.heads_first(q), keys.heads_first(k), keys.heads_first(v)
     do, o, lse, dlse = (queries.heads_first(x) for x in (do, o, lse, dlse))
+    # A row that saw nothing passes nothing on, whatever its cotangents hold.
+    seen = lse != -jnp.inf
+    do, dlse = _where(seen[..., None], do, 0.0), _where(seen, dlse, 0.0)
     delta = jnp.sum(wide(do) * wide(o), axis=-1) - dlse
     lse = _finite(lse)
 

@@ -51,6 +51,19 @@ def integer(argument: str, x: jax.Array) -> None:
         raise TypeError(f"{argument}: found dtype {x.dtype}, wanted an integer dtype")
 
 
+def integers(argument: str, x: Any) -> jax.Array:
+    """x as a JAX array of integers. ValueError for values that JAX, out of x64 mode, would wrap to 32 bits."""
+    if not hasattr(x, "dtype"):
+        x = np.asarray(x)
+    integer(argument, x)
+    array = jnp.asarray(x)
+    if not isinstance(x, jax.Array) and array.dtype != x.dtype and np.any(np.asarray(array) != x):
+        raise ValueError(
+            f"{argument}: found {x.dtype} values up to {np.max(np.abs(x))}, wanted what {array.dtype} holds"
+        )
+    return array
+
+
 def choice(argument: str, value: Any, choices: tuple) -> None:
     if value not in choices:
         raise found(argument, value, "one of " + ", ".join(map(repr, choices)))

@@ -56,8 +56,7 @@ def mla(
             jnp.arange(length, dtype=jnp.int32) if segment_ids is None else segments.positions_within(segment_ids)
         )
     else:
-        positions = jnp.asarray(positions)
-        checks.integer("positions", positions)
+        positions = checks.integers("positions", positions)
         if positions.shape not in ((length,), (batch, length)):
             raise checks.found("positions", positions, f"shape [{length}] or [{batch}, {length}]")
     if positions.ndim == 1:

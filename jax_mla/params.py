@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_mla import checks
 from jax_mla.config import MLAConfig
@@ -56,8 +57,8 @@ def init(key: jax.Array, config: MLAConfig, param_dtype=jnp.float32) -> dict[str
     Raises TypeError for another config or dtype.
     """
     param_dtype = jnp.dtype(param_dtype)
-    if not jnp.issubdtype(param_dtype, jnp.floating):
-        raise TypeError(f"param_dtype: found {param_dtype}, wanted a floating dtype")
+    if not jnp.issubdtype(param_dtype, jnp.floating) or param_dtype.itemsize < 2:
+        raise TypeError(f"param_dtype: found {param_dtype}, wanted bfloat16, float16, float32 or float64")
     return {name: draw(key, name, spec, param_dtype) for name, spec in specs(config).items()}
 
 
@@ -82,13 +83,13 @@ def check(params: Mapping[str, jax.Array], config: MLAConfig) -> None:
     if not isinstance(params, Mapping):
         raise TypeError(f"params: found {type(params).__name__}, wanted a dict of arrays: {', '.join(wanted)}")
     if set(params) != set(wanted):
-        missing, extra = sorted(set(wanted) - set(params)), sorted(set(params) - set(wanted))
+        missing, extra = sorted(set(wanted) - set(params)), sorted(map(str, set(params) - set(wanted)))
         raise ValueError(
             f"params: found {extra or 'nothing'} not in the config's, wanted {missing or 'nothing'} besides"
         )
     for name, spec in wanted.items():
-        if not hasattr(params[name], "shape"):
-            raise TypeError(f"params[{name!r}]: found {type(params[name]).__name__}, wanted an array")
+        if not isinstance(params[name], jax.Array | np.ndarray):
+            raise TypeError(f"params[{name!r}]: found {type(params[name]).__name__}, wanted an array (nnx: param[...])")
         if tuple(params[name].shape) != spec.shape:
             raise checks.found(f"params[{name!r}]", params[name], f"shape {list(spec.shape)}")
         checks.floating(f"params[{name!r}]", params[name])

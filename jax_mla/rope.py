@@ -56,8 +56,7 @@ def rope_tables(
         raise TypeError(f"rope: found {checks.show(rope)}, wanted a RopeConfig")
     if checks.static_int("rotary_dim", rotary_dim, 2) % 2:
         raise checks.found("rotary_dim", rotary_dim, "an even number (RoPE rotates pairs)")
-    positions = jnp.asarray(positions)
-    checks.integer("positions", positions)
+    positions = checks.integers("positions", positions)
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype: found {dtype}, wanted a floating dtype")
@@ -229,6 +228,7 @@ def _rope(static: RopeStatic, x: jax.Array, cos: jax.Array, sin: jax.Array) -> j
 
 
 class _Residuals(NamedTuple):
+    like: jax.Array  # x[..., :0]: no numbers, but x's dtype and how it is spread over a mesh
     cos: jax.Array
     sin: jax.Array
     x: jax.Array | None  # only when a table is differentiated
@@ -237,12 +237,12 @@ class _Residuals(NamedTuple):
 def _rope_fwd(static: RopeStatic, x, cos, sin):
     tables = cos.perturbed or sin.perturbed
     x, cos, sin = x.value, cos.value, sin.value
-    return raw(static, x, cos, sin), _Residuals(cos, sin, x if tables else None)
+    return raw(static, x, cos, sin), _Residuals(x[..., :0], cos, sin, x if tables else None)
 
 
 def _rope_bwd(static: RopeStatic, saved: _Residuals, dy):
     dy = sharding.dense(dy)
-    dx = raw(static.adjoint(), dy, saved.cos, saved.sin)
+    dx = sharding.cotangent(raw(static.adjoint(), dy, saved.cos, saved.sin), saved.like)
     if saved.x is None:
         return dx, None, None
     return dx, *table_cotangents(static, saved.x, dy, saved.cos, saved.sin)

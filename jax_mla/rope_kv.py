@@ -48,7 +48,8 @@ def apply_rope_kv(
     checks.choice("output_layout", output_layout, rope.LAYOUTS)
     cos, sin = rope.check_tables(cos, sin, k_pe.shape[:-1], sizes["P"])
     static = KVStatic(nope_dim, input_layout, output_layout, dispatch.check(implementation))
-    return _rope_kv(static, kv, k_pe, cos, sin)
+    # As arrays of JAX's own: v is a part of kv, and must not be a view of a caller's numpy memory.
+    return _rope_kv(static, jnp.asarray(kv), jnp.asarray(k_pe), cos, sin)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +108,7 @@ def _rope_kv(static: KVStatic, kv, k_pe, cos, sin):
 
 
 class _Residuals(NamedTuple):
+    like: jax.Array  # kv[..., :0]: no numbers, but kv's dtype and how it is spread over a mesh
     k_pe: jax.Array
     cos: jax.Array
     sin: jax.Array
@@ -116,13 +118,14 @@ class _Residuals(NamedTuple):
 def _rope_kv_fwd(static: KVStatic, kv, k_pe, cos, sin):
     tables = cos.perturbed or sin.perturbed
     kv, k_pe, cos, sin = kv.value, k_pe.value, cos.value, sin.value
-    return raw_forward(static, kv, k_pe, cos, sin), _Residuals(k_pe, cos, sin, () if tables else None)
+    return raw_forward(static, kv, k_pe, cos, sin), _Residuals(kv[..., :0], k_pe, cos, sin, () if tables else None)
 
 
 def _rope_kv_bwd(static: KVStatic, saved: _Residuals, cotangents):
-    k_pe, cos, sin, differentiates_tables = saved
+    like, k_pe, cos, sin, differentiates_tables = saved
     dk, dv = map(sharding.dense, cotangents)
     dkv, dk_pe = raw_backward(static, k_pe, cos, sin, dk, dv)
+    dkv = sharding.cotangent(dkv, like)
     if differentiates_tables is None:
         return dkv, dk_pe, None, None
     return dkv, dk_pe, *table_cotangents(static, k_pe, dk, cos, sin)

@@ -10,7 +10,7 @@ from jax_mla import checks, sharding
 def check(
     segment_ids: jax.Array | None, kv_segment_ids: jax.Array | None, B: int, T: int, S: int, **_: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """The ids of queries [B, T] and keys [B, S] as int32, or None twice. Named errors otherwise."""
+    """The ids of queries [B, T] and keys [B, S] or None twice. Named errors otherwise."""
     if segment_ids is None:
         if kv_segment_ids is not None:
             raise checks.found("segment_ids", None, "integers [B, T] where kv_segment_ids are given")
@@ -56,8 +56,7 @@ def segment_ids_from_cu_seqlens(cu_seqlens: jax.Array, length: int) -> jax.Array
 
 def check_ids(argument: str, ids: jax.Array, **sizes: int) -> jax.Array:
     checks.dims(argument, ids, " ".join(sizes), **sizes)
-    checks.integer(argument, ids)
-    return jnp.asarray(ids).astype(jnp.int32)
+    return checks.integers(argument, ids)
 
 
 def zero_padding(x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:

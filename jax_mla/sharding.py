@@ -9,6 +9,7 @@ Gradients: `cotangent` gives a cotangent its primal's dtype, varying axes and sh
 gradient is summed over the devices exactly once (and not at all where `shard_map(check_vma=False)` will do it).
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -117,6 +118,8 @@ def local(op: str, rule: str, function: Callable, *arrays: jax.Array | None):
             continue
         for position, (name, axes) in enumerate(zip(names, spec(array), strict=True)):
             if axes and name.isupper():
+                if math.prod(mesh.shape[axis] for axis in axes) == 1:
+                    continue  # "sharded" over one device is whole
                 raise ValueError(
                     f"{op}: found dim {position} ({name}) of input {number}, {jax.typeof(array)}, sharded over mesh "
                     f"axes {axes}, wanted it whole on every device"
