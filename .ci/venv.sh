@@ -17,9 +17,10 @@ ensure_venv() {
   local extras=$1 python stamp
   PYTHON=$PWD/.venv/bin/python
   stamp=$PWD/.venv/installed-$(echo "$extras" | tr ',' '-')
-  if [ ! -x "$PYTHON" ]; then
+  if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then # absent, or left half made by an interrupt
     python=$(find_python) || return 1
     echo "making .venv with $("$python" --version)" >&2
+    rm -rf .venv
     "$python" -m venv .venv || return 1
   fi
   if [ ! -f "$stamp" ] || ! cmp -s pyproject.toml "$stamp"; then

@@ -1,4 +1,4 @@
-"""The one benchmark command. See --help."""
+"""Times ops against what JAX users write, side by side in one run, and checks each timed result."""
 
 import argparse
 import dataclasses
@@ -88,11 +88,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("ops", nargs="+", choices=sorted(OPS), metavar="OP", help=f"of {', '.join(sorted(OPS))}")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="small-cpu")
-    parser.add_argument("--tokens", type=int, nargs="+", help="tokens a batch row, by default the preset's")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--tokens", type=_positive, nargs="+", help="tokens a batch row, by default the preset's")
+    parser.add_argument("--repeats", type=_positive, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="PATH", help="write the results there")
     args = parser.parse_args(argv)
+    if args.json:
+        try:  # before the work, not after it
+            open(args.json + ".partial", "w").close()
+        except OSError as error:
+            parser.error(f"--json: cannot write {args.json}: {error.strerror}")
     preset = PRESETS[args.preset]
     rows = []
     print(
@@ -125,9 +130,17 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, wanted a whole number of at least 1")
+    return value
+
+
 def _command(argv: list[str]) -> str:
     """The command that makes these rows again, wherever they are then written."""
-    kept = [a for i, a in enumerate(argv) if a != "--json" and (i == 0 or argv[i - 1] != "--json")]
+    after = [False] + [argument == "--json" for argument in argv]
+    kept = [a for a, is_path in zip(argv, after, strict=False) if not is_path and a.partition("=")[0] != "--json"]
     return shlex.join(["python", "-m", "benchmarks", *kept])
 
 

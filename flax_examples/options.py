@@ -52,15 +52,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16"), help="what the blocks compute in; default: float32")
     add("--seed", type=_integer(0, 2**31 - 1), help="of initial values, order of the data and sample; default: 0")
     for name in ("steps", "batch", "window"):
-        add(f"--{name}", type=_integer(1), help="default: the preset's")
+        add(f"--{name}", type=_integer(1, 2**31 - 1), help="default: the preset's")
     add("--learning-rate", type=_positive, help="its peak; default: the preset's")
     add("--eval-every", type=_integer(1), metavar="STEPS", help="held-out evaluation; default: a quarter of the run")
     add("--checkpoint-every", type=_integer(1), metavar="STEPS", help="default: a quarter of the run")
     add("--stop-after", type=_integer(1), metavar="STEP", help="save and end once this step is done")
     add("--out", type=pathlib.Path, metavar="FOLDER", help="default: a new runs/PRESET-MODULE; with --resume, the last")
     add("--resume", action="store_true", help="continue the run in --out; other options default to what it was given")
-    add("--sample-bytes", type=_integer(1), default=400, metavar="BYTES", help="length of the sample; default: 400")
+    add(
+        "--sample-bytes",
+        type=_integer(1, 1_000_000),
+        default=400,
+        metavar="BYTES",
+        help="length of the sample; default: 400",
+    )
     options = parser.parse_args(argv)
+    if "" in options.glob or options.out == pathlib.Path(""):
+        raise InputError("--glob, --out: found '', wanted a pattern, a folder")
     if options.out is None:
         options.out = _default_out(f"{options.preset or 'small'}-{options.module or 'linen'}", options.resume)
     return options
@@ -100,6 +108,8 @@ def settle(options: argparse.Namespace, saved: dict | None) -> Settings:
     """The settings of a new run, or of the one whose saved settings are given; InputError where options contradict."""
     asked = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
     if saved is not None:
+        if lacking := [name for name in SETTINGS if name not in saved]:
+            raise InputError(f"--resume: found no {', '.join(lacking)} in the checkpoint's metadata, wanted a run's")
         for name, value in asked.items():
             if value != saved[name]:
                 _refuse(f"--{name.replace('_', '-')}", saved[name], value)

@@ -5,8 +5,13 @@ presets.py, the loop in loop.py.
 """
 
 import logging
+import os
+import signal
 import sys
 import time
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the libraries load: no traceback
 
 import jax
 import tqdm
@@ -47,6 +52,8 @@ def run(asked) -> None:
     if not asked.resume and (step is not None or (out / "run.json").exists()):
         raise data.InputError(f"--out: {out} already holds a run; continue it with --resume, or name another --out")
     saved = checkpoints.read_run(step) if asked.resume else None
+    if saved is not None and not {"settings", "data", "history"} <= set(saved):
+        raise data.InputError(f"--resume: found metadata with {sorted(saved)} in {out}, wanted settings, data, history")
     settings = options.settle(asked, saved and saved["settings"])
 
     # All that can be wrong with the data is found before anything is compiled or written.
@@ -151,5 +158,10 @@ def run(asked) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout.reconfigure(errors="replace", line_buffering=True)  # a sample may hold what the terminal cannot show
-    sys.exit(main())
+    status = main()
+    if status >= 128:  # JAX may still be at work, and tearing the interpreter down under it crashes
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -152,12 +152,14 @@ def local(op: str, rule: str, function: Callable, *arrays: jax.Array | None):
         array if array is None or _partition(spec(array)) == wanted else reshard(array, mesh, wanted)
         for array, wanted in zip(arrays, in_specs, strict=True)
     )
+    if not used:
+        return function(*arrays)
     mapped = jax.shard_map(
         body,
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs if len(out_specs) > 1 else out_specs[0],
-        axis_names=_explicit_axes(mesh),
+        axis_names=set(used),  # no other: under vmap a mapped dim may be sharded over one of those
     )
     return mapped(*arrays)
 

@@ -25,12 +25,21 @@ def test_layer_rows(tmp_path, capsys):
     assert "fwd_bwd" in capsys.readouterr().out
 
 
+def test_the_recorded_command_names_no_place():
+    for json_arguments in (["--json", "/some/where.json"], ["--json=/some/where.json"]):
+        assert (
+            benchmarks._command(["layer", *json_arguments, "--repeats", "3"])
+            == "python -m benchmarks layer --repeats 3"
+        )
+
+
 def test_a_wrong_result_shows_as_wrong():
     assert timing.worst_error([1.0, 2.0], [1.0, 1.0]) == 1.0
 
 
 def test_unknown_ops_and_presets(capsys):
-    for arguments in (["no_such_op"], ["layer", "--preset", "huge"], []):
+    bad = [["no_such_op"], ["layer", "--preset", "huge"], [], ["layer", "--repeats", "0"], ["layer", "--tokens", "-5"]]
+    for arguments in (*bad, ["layer", "--json", "/no/such/folder/x.json"]):
         with pytest.raises(SystemExit):
             benchmarks.main(arguments)
 

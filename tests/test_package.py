@@ -1,6 +1,7 @@
 """What is installed, what importing it pulls in, and which way imports go."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -107,6 +108,20 @@ def test_the_wheel_holds_one_package(tmp_path):
         wanted |= {f"jax_mla/{layer}/{p.relative_to(ROOT / layer)}" for p in files(layer)}
     assert code_files == wanted
     assert any(n.endswith("licenses/LICENSE") for n in names)
+
+
+def test_nothing_of_a_machine_is_kept():
+    """No environment, and no path of somebody's machine, in what git tracks."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout, to list what is tracked")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    tops = {"jax_mla", "kernels", "ffi", "tests", "flax_examples", "benchmarks", "docs", ".ci"}
+    assert {name.split("/")[0] for name in tracked if "/" in name} == tops
+    for name in tracked:
+        if name.endswith((".py", ".md", ".json", ".toml", ".sh", "/run")):
+            assert not re.search(r"(?<![\w.])/(home|root|work|Users)/\w", (ROOT / name).read_text(encoding="utf-8")), (
+                name
+            )
 
 
 def test_files_stay_readable():

@@ -71,7 +71,7 @@ def test_gradients_keep_the_type_of_what_is_replicated_beside_sharded_tables():
     for checked in (True, False):
         mapped = jax.shard_map(local, mesh=auto, in_specs=(P(), P("d"), P("d")), out_specs=P(), check_vma=checked)
         # Every device rotates the whole first row by its own row of tables.
-        one = jax.jit(jax.grad(lambda x: mapped(x, c, s)))(x[:1])
+        one = jax.jit(jax.grad(mapped))(x[:1], c, s)
         both = jax.grad(lambda x: sum(jnp.sum(jnp.sin(apply_rope(x, c[i : i + 1], s[i : i + 1]))) for i in (0, 1)))
         assert_close(one, jax.jit(both)(x[:1]))
 
