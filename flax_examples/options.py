@@ -46,7 +46,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--data", nargs="+", default=[], metavar="PATH", help="folders and files; default: Python's standard library")
-    add("--glob", nargs="+", default=[], metavar="PATTERN", help="what to take from folders; default: all not hidden")
+    add(
+        "--glob",
+        nargs="+",
+        default=[],
+        type=_named,
+        metavar="PATTERN",
+        help="what to take from folders; default: all not hidden",
+    )
     add("--preset", choices=PRESETS, help="default: small")
     add("--module", choices=MODULES, help="which Flax API the model is written in; default: linen")
     add("--dtype", choices=("float32", "bfloat16"), help="what the blocks compute in; default: float32")
@@ -57,7 +64,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--eval-every", type=_integer(1), metavar="STEPS", help="held-out evaluation; default: a quarter of the run")
     add("--checkpoint-every", type=_integer(1), metavar="STEPS", help="default: a quarter of the run")
     add("--stop-after", type=_integer(1), metavar="STEP", help="save and end once this step is done")
-    add("--out", type=pathlib.Path, metavar="FOLDER", help="default: a new runs/PRESET-MODULE; with --resume, the last")
+    add(
+        "--out",
+        type=lambda text: pathlib.Path(_named(text)),
+        metavar="FOLDER",
+        help="default: a new runs/PRESET-MODULE; with --resume, the last",
+    )
     add("--resume", action="store_true", help="continue the run in --out; other options default to what it was given")
     add(
         "--sample-bytes",
@@ -67,8 +79,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="length of the sample; default: 400",
     )
     options = parser.parse_args(argv)
-    if "" in options.glob or options.out == pathlib.Path(""):
-        raise InputError("--glob, --out: found '', wanted a pattern, a folder")
     if options.out is None:
         options.out = _default_out(f"{options.preset or 'small'}-{options.module or 'linen'}", options.resume)
     return options
@@ -92,6 +102,12 @@ def _integer(least: int, most: int | None = None):
         return value
 
     return convert
+
+
+def _named(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("found '', wanted a name")
+    return text
 
 
 def _positive(text: str) -> float:

@@ -373,3 +373,22 @@ def test_a_run_without_a_place_finds_a_free_one(tmp_path, monkeypatch):
     (tmp_path / "runs" / "small-linen-2").mkdir()
     assert out() == "runs/small-linen-3" and out("--resume") == "runs/small-linen-2"
     assert out("--module", "nnx", "--preset", "tiny") == "runs/tiny-nnx" and out("--out", "x") == "x"
+
+
+@pytest.mark.parametrize(
+    "argv,message",
+    [
+        (["--sample-bytes", "1000000000000"], "wanted a whole number, 1 to 1000000"),
+        (["--steps", "1" + "0" * 30], "wanted a whole number, 1 to 2147483647"),
+        (["--glob", ""], "found ''"),
+        (["--out", ""], "found ''"),
+    ],
+)
+def test_what_would_fail_later_is_refused_at_once(argv, message):
+    with pytest.raises(data.InputError, match=message):
+        options.parse(argv)
+
+
+def test_metadata_of_something_else_is_refused():
+    with pytest.raises(data.InputError, match="--resume: found no module, dtype"):
+        options.settle(options.parse(["--resume"]), {"preset": "tiny"})
