@@ -57,7 +57,8 @@ def integers(argument: str, x: Any) -> jax.Array:
         x = np.asarray(x)
     integer(argument, x)
     array = jnp.asarray(x)
-    if not isinstance(x, jax.Array) and array.dtype != x.dtype and np.any(np.asarray(array) != x):
+    # In numpy: under jit JAX's array is a tracer, whatever x is.
+    if not isinstance(x, jax.Array) and array.dtype != x.dtype and np.any(np.asarray(x).astype(array.dtype) != x):
         raise ValueError(
             f"{argument}: found {x.dtype} values up to {np.max(np.abs(x))}, wanted what {array.dtype} holds"
         )
