@@ -97,7 +97,7 @@ def _integer(least: int, most: int | None = None):
     def convert(text: str) -> int:
         value = int(text) if text.lstrip("-").isdecimal() else least - 1
         if value < least or (most is not None and value > most):
-            wanted = f"at least {least}" if most is None else f"{least} to {most}"
+            wanted = f"at least {least}" if most is None else f"at least {least} and at most {most}"
             raise argparse.ArgumentTypeError(f"found {text!r}, wanted a whole number, {wanted}")
         return value
 

@@ -378,8 +378,8 @@ def test_a_run_without_a_place_finds_a_free_one(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "argv,message",
     [
-        (["--sample-bytes", "1000000000000"], "wanted a whole number, 1 to 1000000"),
-        (["--steps", "1" + "0" * 30], "wanted a whole number, 1 to 2147483647"),
+        (["--sample-bytes", "1000000000000"], "at least 1 and at most 1000000"),
+        (["--steps", "1" + "0" * 30], "at least 1 and at most 2147483647"),
         (["--glob", ""], "found ''"),
         (["--out", ""], "found ''"),
     ],
