@@ -46,13 +46,8 @@ def kv_up_proj_rope(
     sizes |= checks.dims("k_pe", k_pe, "B S P", B=sizes["B"], S=sizes["S"])
     if k_pe.dtype != x.dtype:
         raise TypeError(f"k_pe: found dtype {k_pe.dtype}, wanted x's, which is {x.dtype}")
-    nope_dim = checks.static_int("nope_dim", nope_dim, 0)
-    if nope_dim >= sizes["E"]:
-        raise checks.found("nope_dim", nope_dim, f"less than w's last dim, {sizes['E']}, which holds k_nope and v")
-    if sizes["P"] % 2 or not sizes["P"]:
-        raise checks.found("k_pe", k_pe, "an even, positive last dim (RoPE rotates pairs)")
-    checks.choice("input_layout", input_layout, rope.LAYOUTS)
-    checks.choice("output_layout", output_layout, rope.LAYOUTS)
+    nope_dim = rope_kv.check_split("w", sizes["E"], nope_dim, k_pe)
+    rope.check_layouts(input_layout, output_layout)
     cos, sin = rope.check_tables(cos, sin, x.shape[:-1], sizes["P"])
     norm_eps = check_norm(norm_scale, norm_eps, sizes["C"])
     if bias is not None:

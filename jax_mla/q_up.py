@@ -43,8 +43,7 @@ def q_up_proj_rope(
     sizes = checks.dims("w", w, "R H D", R=sizes["R"])
     checks.floating("w", w)
     rotary = _rotary_dim(nope_dim, sizes["D"])
-    checks.choice("input_layout", input_layout, rope.LAYOUTS)
-    checks.choice("output_layout", output_layout, rope.LAYOUTS)
+    rope.check_layouts(input_layout, output_layout)
     cos, sin = rope.check_tables(cos, sin, x.shape[:-1], rotary)
     norm_eps = check_norm(norm_scale, norm_eps, sizes["R"])
     if bias is not None:

@@ -96,8 +96,7 @@ def apply_rope(
     checks.dims("x", x, "... H D")
     checks.floating("x", x)
     rotary = check_rotary_dim(rotary_dim, x.shape[-1])
-    checks.choice("input_layout", input_layout, LAYOUTS)
-    checks.choice("output_layout", output_layout, LAYOUTS)
+    check_layouts(input_layout, output_layout)
     inverse = checks.static_bool("inverse", inverse)
     cos, sin = check_tables(cos, sin, x.shape[:-2], rotary)
     static = RopeStatic(rotary, input_layout, output_layout, inverse, dispatch.check(implementation))
@@ -114,6 +113,11 @@ class RopeStatic:
 
     def adjoint(self) -> "RopeStatic":
         return dataclasses.replace(self, inverse=not self.inverse)
+
+
+def check_layouts(input_layout: str, output_layout: str) -> None:
+    checks.choice("input_layout", input_layout, LAYOUTS)
+    checks.choice("output_layout", output_layout, LAYOUTS)
 
 
 def check_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:

@@ -39,17 +39,22 @@ def apply_rope_kv(
     sizes = checks.dims("k_pe", k_pe, "B S P", B=sizes["B"], S=sizes["S"])
     if k_pe.dtype != kv.dtype:
         raise TypeError(f"k_pe: found dtype {k_pe.dtype}, wanted kv's, which is {kv.dtype}")
-    nope_dim = checks.static_int("nope_dim", nope_dim, 0)
-    if nope_dim >= kv.shape[-1]:
-        raise checks.found("nope_dim", nope_dim, f"less than kv's last dim, {kv.shape[-1]}, which holds k_nope and v")
-    if sizes["P"] % 2 or not sizes["P"]:
-        raise checks.found("k_pe", k_pe, "an even, positive last dim (RoPE rotates pairs)")
-    checks.choice("input_layout", input_layout, rope.LAYOUTS)
-    checks.choice("output_layout", output_layout, rope.LAYOUTS)
+    nope_dim = check_split("kv", kv.shape[-1], nope_dim, k_pe)
+    rope.check_layouts(input_layout, output_layout)
     cos, sin = rope.check_tables(cos, sin, k_pe.shape[:-1], sizes["P"])
     static = KVStatic(nope_dim, input_layout, output_layout, dispatch.check(implementation))
     # As arrays of JAX's own: v is a part of kv, and must not be a view of a caller's numpy memory.
     return _rope_kv(static, jnp.asarray(kv), jnp.asarray(k_pe), cos, sin)
+
+
+def check_split(argument: str, width: int, nope_dim: int, k_pe: jax.Array) -> int:
+    """nope_dim, checked against the last dim, `width`, of `argument`, which holds k_nope and v; k_pe is checked too."""
+    nope_dim = checks.static_int("nope_dim", nope_dim, 0)
+    if nope_dim >= width:
+        raise checks.found("nope_dim", nope_dim, f"less than {argument}'s last dim, {width}, which holds k_nope and v")
+    if k_pe.shape[-1] % 2 or not k_pe.shape[-1]:
+        raise checks.found("k_pe", k_pe, "an even, positive last dim (RoPE rotates pairs)")
+    return nope_dim
 
 
 @dataclasses.dataclass(frozen=True)
