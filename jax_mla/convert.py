@@ -6,16 +6,20 @@ exact in every dtype, and their results are new C-contiguous numpy arrays that s
 
 DeepSeek-V3's FP8 checkpoints store a matrix as E4M3 codes and one float32 factor for every block of 128 x 128 of them
 (`weight_scale_inv`, the factor to multiply by; DeepSeek-V3, arXiv:2412.19437, section 3.3).
+
+`load_safetensors` and `save_safetensors` are the two directions on files.
 """
 
 import math
+import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from jax_mla import checks
+from jax_mla import checkpoint_files, checks
 from jax_mla import params as parameters
 from jax_mla.config import MLAConfig
 
@@ -76,10 +80,9 @@ def from_hf(state_dict: Mapping[str, Any], config: MLAConfig) -> dict[str, np.nd
     wanted), TypeError for values that are not arrays of bfloat16, float16, float32 or float64 (torch tensors too).
     """
     table = _check_arguments("state_dict", state_dict, config)
-    matrices = [t.key for t in table if len(t.hf_shape) == 2]
-    keys = [key for key in state_dict if key not in _DERIVED_KEYS]
-    factor_keys = {key + _SCALE for key in matrices}
-    _check_keys("state_dict", [key for key in keys if key not in factor_keys], [t.key for t in table], config)
+    keys = _weights(state_dict, table)
+    _check_prefixes("state_dict", keys, [t.key for t in table])
+    _check_keys("state_dict", keys, [t.key for t in table], config)
     params = {}
     for tensor in table:
         value, factors = state_dict[tensor.key], state_dict.get(tensor.key + _SCALE)
@@ -97,12 +100,46 @@ def to_hf(params: Mapping[str, Any], config: MLAConfig) -> dict[str, np.ndarray]
     `from_hf` does, naming the parameter.
     """
     table = _check_arguments("params", params, config)
+    _check_prefixes("params", params, [t.name for t in table])
     _check_keys("params", list(params), [t.name for t in table], config)
     state_dict = {}
     for tensor in table:
         array = _array(tensor.name, params[tensor.name], tensor.shape)
         state_dict[tensor.key] = np.array(array.reshape(tensor.hf_shape[::-1]).T, order="C")
     return state_dict
+
+
+def load_safetensors(path: str | os.PathLike, config: MLAConfig, prefix: str = "") -> dict[str, np.ndarray]:
+    """Params of `mla` from the safetensors files of a Hugging Face checkpoint: what `from_hf` returns, of one module.
+
+    path: a .safetensors file, or a checkpoint's folder (model.safetensors, or model.safetensors.index.json and its
+      shards). Only the module's tensors are read, and only shards that have some are opened.
+    prefix: what stands before the module's keys, with its dot: "model.layers.3.self_attn.".
+
+    Raises as `from_hf` does; ValueError for a prefix with no attention module (naming those there are) and for files
+    that are not safetensors, FileNotFoundError naming the file, TypeError naming a tensor of another dtype, ImportError
+    without safetensors (`pip install 'jax_mla[convert]'`; torch is not needed).
+    """
+    table = _tensors(_check_config(config))
+    wanted = [t.key for t in table]
+    _check_prefix(prefix)
+    files = checkpoint_files.find(path)
+    tensors = {key.removeprefix(prefix): key for key in files if key.startswith(prefix)}
+    if not tensors.keys() & set(wanted):
+        raise ValueError(f"prefix: found no attention module at {prefix!r} in {path}, wanted {_prefixes(files)}")
+    _check_keys(f"{path} at {prefix!r}", _weights(tensors, table), wanted, config)
+    arrays = checkpoint_files.read(files, [key for name, key in tensors.items() if name not in _DERIVED_KEYS])
+    return from_hf({key.removeprefix(prefix): array for key, array in arrays.items()}, config)
+
+
+def save_safetensors(params: Mapping[str, Any], config: MLAConfig, path: str | os.PathLike, prefix: str = "") -> None:
+    """Params of one `mla` as a safetensors file under Hugging Face's keys: `load_safetensors` gives the same bits back.
+
+    params, config: as `to_hf` takes them. path: the file, overwritten. prefix: as in `load_safetensors`.
+    Raises as `to_hf` does; OSError where the file cannot be written, ImportError without safetensors.
+    """
+    _check_prefix(prefix)
+    checkpoint_files.write(path, {prefix + key: array for key, array in to_hf(params, config).items()})
 
 
 def _dequantized(tensor: _Tensor, codes: Any, factors: Any) -> np.ndarray:
@@ -124,12 +161,39 @@ def _dequantized(tensor: _Tensor, codes: Any, factors: Any) -> np.ndarray:
 def _check_arguments(argument: str, mapping: Any, config: Any) -> list[_Tensor]:
     if not isinstance(mapping, Mapping):
         raise TypeError(f"{argument}: found {type(mapping).__name__}, wanted a dict of arrays")
+    return _tensors(_check_config(config))
+
+
+def _check_config(config: Any) -> MLAConfig:
     if not isinstance(config, MLAConfig):
         raise TypeError(f"config: found {type(config).__name__}, wanted an MLAConfig (MLAConfig.from_hf makes one)")
-    return _tensors(config)
+    return config
 
 
-def _check_keys(argument: str, keys: Iterable[str], wanted: list[str], config: MLAConfig) -> None:
+def _check_prefix(prefix: Any) -> None:
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix: found {prefix!r}, wanted a str such as 'model.layers.3.self_attn.'")
+
+
+def _prefixes(keys: Iterable[str]) -> str:
+    """The prefixes of a checkpoint's attention modules, as an error lists them."""
+    mark = _KEYS["wkv_a"]  # every module has it
+    found = {key.removesuffix(mark) for key in keys if key.endswith(mark)}
+    if not found:
+        return f"a checkpoint that has one (no key here ends in {mark})"
+    # Layer 10 after layer 9.
+    found = sorted(found, key=lambda prefix: re.sub("[0-9]+", lambda number: number[0].zfill(9), prefix))
+    rest = f", ... {found[-1]!r} ({len(found)} in all)" if len(found) > 3 else ""
+    return f"one of {', '.join(map(repr, found[:3]))}{rest}"
+
+
+def _weights(keys: Iterable[str], table: list[_Tensor]) -> list[str]:
+    """The keys without buffers and without factors of FP8 weights."""
+    factors = {t.key + _SCALE for t in table if len(t.hf_shape) == 2}
+    return [key for key in keys if key not in factors and key not in _DERIVED_KEYS]
+
+
+def _check_prefixes(argument: str, keys: Iterable[str], wanted: list[str]) -> None:
     prefixes = {}
     for key in keys:
         for name in wanted:
@@ -143,6 +207,9 @@ def _check_keys(argument: str, keys: Iterable[str], wanted: list[str], config: M
             f"without it: choose one and strip it, as in {{key.removeprefix(prefix): value for key, value in "
             f"{argument}.items() if key.startswith(prefix)}}"
         )
+
+
+def _check_keys(argument: str, keys: Iterable[str], wanted: list[str], config: MLAConfig) -> None:
     missing = [name for name in wanted if name not in keys]
     unexpected = [str(key) for key in keys if key not in wanted]
     if missing or unexpected:

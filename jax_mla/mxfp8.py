@@ -16,6 +16,7 @@ Under jit XLA removes the proxy. `MXFP8Tensor.detach` drops it from what leaves 
 
 import dataclasses
 import functools
+import importlib
 import math
 from typing import NamedTuple
 
@@ -110,6 +111,15 @@ class MXFP8Tensor:
             for usage in self.usages
         }
         return dataclasses.replace(self, **codes)
+
+    @classmethod
+    def from_te(cls, tensor) -> "MXFP8Tensor":
+        """The tensor with the bits of a ScaledTensor1x or ScaledTensor2x of Transformer Engine's: `te.from_te`."""
+        return importlib.import_module("jax_mla.te").from_te(tensor)  # `te` imports this file
+
+    def to_te(self, quantize=None):
+        """Transformer Engine's tensor with the bits of this one, without gradients: `te.to_te`."""
+        return importlib.import_module("jax_mla.te").to_te(self, quantize)
 
     def __repr__(self) -> str:
         codes = self.rowwise_codes if self.columnwise_codes is None else self.columnwise_codes

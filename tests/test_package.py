@@ -73,7 +73,7 @@ def test_kernels_know_no_framework():
 def test_importing_the_package_pulls_in_no_extra():
     code = """
 import sys, jax_mla
-extras = {"flax", "triton", "jax_triton", "torch", "transformers", "optax", "orbax"}
+extras = {"flax", "triton", "jax_triton", "torch", "transformers", "optax", "orbax", "safetensors"}
 heavy = {m.split(".")[0] for m in sys.modules} & extras
 assert not heavy, heavy
 assert set(jax_mla.__all__) <= set(dir(jax_mla))
@@ -84,7 +84,7 @@ assert set(jax_mla.__all__) <= set(dir(jax_mla))
 def test_extras_and_base_dependencies():
     project = PROJECT["project"]
     assert {d.split(">")[0] for d in project["dependencies"]} == {"jax", "numpy", "ml_dtypes"}
-    wanted = {"cuda", "blackwell", "flax", "examples", "test", "golden", "bench"}
+    wanted = {"cuda", "blackwell", "flax", "convert", "examples", "test", "golden", "bench"}
     assert set(project["optional-dependencies"]) == wanted
     assert project["requires-python"] == ">=3.11,<3.14" and project["license"] == "Apache-2.0"
 
