@@ -2,8 +2,8 @@
 
 Functions: `mla` (the layer), `init`, and its ops `rope_tables`, `apply_rope`, `apply_rope_kv`, `rms_norm`,
 `q_up_proj_rope`, `kv_up_proj_rope`, `attention`; MXFP8 tensors: `quantize_mxfp8`, `dequantize`, `rms_norm_quantize`,
-`swizzle_scales`, `unswizzle_scales`. Flax modules: `jax_mla.linen.MLA`, `jax_mla.nnx.MLA` (import them by
-name: this package itself needs no Flax). Checkpoints: `jax_mla.convert`.
+`quantize_params`, `swizzle_scales`, `unswizzle_scales`. Flax modules: `jax_mla.linen.MLA`, `jax_mla.nnx.MLA` (import
+them by name: this package itself needs no Flax). Checkpoints: `jax_mla.convert`.
 
 Shapes: B batch, T query length, S key length, M hidden size, H heads, R q_lora_rank, C kv_lora_rank,
 N qk_nope_head_dim, P qk_rope_head_dim, V v_head_dim, D = N + P.
@@ -18,7 +18,7 @@ from jax_mla.layer import mla
 from jax_mla.mxfp8 import MXFP8Tensor, dequantize, quantize_mxfp8
 from jax_mla.norm import rms_norm
 from jax_mla.norm_quantize import rms_norm_quantize
-from jax_mla.params import init, logical_axes
+from jax_mla.params import init, logical_axes, quantize_params
 from jax_mla.q_up import q_up_proj_rope
 from jax_mla.remat import policy as remat_policy
 from jax_mla.rope import apply_rope, rope_tables
@@ -45,6 +45,7 @@ __all__ = [
     "mla",
     "q_up_proj_rope",
     "quantize_mxfp8",
+    "quantize_params",
     "remat_policy",
     "rms_norm",
     "rms_norm_quantize",

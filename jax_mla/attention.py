@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import blockwise, checks, dispatch, segments, sharding
+from jax_mla import blockwise, checks, dispatch, mxfp8, operands, segments, sharding
+from jax_mla.operands import Operand
 
 CAUSAL = (False, True, "bottom_right")
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Operand,
+    k: Operand,
+    v: Operand,
     *,
     scale: float | None = None,
     causal: bool | str = True,
@@ -25,35 +26,44 @@ def attention(
     cu_seqlens: jax.Array | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
+    grad_dtype=None,
     implementation: dispatch.Choice = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """o = softmax(scale q k^T + mask) v, head by head, without a T x S matrix.
 
     q: floating [B, T, H, D]; k: [B, S, H, D]; v: [B, S, H, V], all of one dtype. scale: Python float, None is D^-0.5
-    (an explicit 0.0 is honoured).
+    (an explicit 0.0 is honoured). All three may be an `MXFP8Tensor` of token_axis -3; both passes compute with the values
+    of the copies whose blocks run along what the forward pass contracts: q and k row-wise (D), v column-wise (S).
     causal: True lets query i see keys j <= i (top-left, as `jax.nn`); "bottom_right" keys j <= i + S - T; False all.
     segment_ids: integers [B, T], one id a token: queries see keys of their own id only; 0 is padding, whose rows give 0
     and whose values (NaN too) reach nothing. kv_segment_ids [B, S]: the keys' ids, by default segment_ids, which then
     wants S = T. With kv_segment_ids given, causal is counted within each segment (a segment being one run of its id).
     cu_seqlens: instead of ids, the boundaries of the packed sequences: integers [B, n + 1], or [n + 1] with packed
     tokens (thd) q, k [T, H, D] and v [T, H, V], whose results have no batch dim either. `segment_ids_from_cu_seqlens`
-    says what they mean.
+    says what they mean. With MXFP8, sequences start at multiples of 32, so that no block of v mixes two: checked where
+    the values are known at trace time, else the caller's promise.
+    grad_dtype: the floating dtype that the backward pass multiplies in; None is q's. (Its sums are float32, and dq, dk,
+    dv have q's dtype.)
 
     Returns o [B, T, H, V] in q's dtype; then, as asked, lse [B, T, H] (natural log, float32, differentiable) and
     max_logit [H] (float32, the largest scaled logit that was not masked, over batch and tokens; no gradient).
     A query that sees no key gives o = 0, lse = -inf and no gradient.
-    Logits, softmax and sums are float32 (float64 for float64 q). Saved: q, k, v, o and lse; the backward pass
-    recomputes the probabilities block by block (FlashAttention-2, arXiv:2307.08691).
+    Logits, softmax and sums are float32 (float64 for float64 q). Saved: q, k, v (of tensors the codes read), o and lse;
+    the backward pass recomputes the probabilities block by block (FlashAttention-2, arXiv:2307.08691).
 
     Raises ValueError or TypeError naming the argument; NotImplementedError if no implementation fits.
     """
+    quantized = operands.kind(q) != "array"
     if cu_seqlens is not None:
+        if quantized:
+            segments.check_starts("cu_seqlens", cu_seqlens, mxfp8.BLOCK)
         segment_ids = _packed_ids(q, k, cu_seqlens, segment_ids, kv_segment_ids)
         one_row = segment_ids.ndim == 1
         if one_row:
             checks.dims("v", v, "S H V")
-            q, k, v, segment_ids = q[None], k[None], v[None], segment_ids[None]
-        options = dict(return_lse=return_lse, return_max_logit=return_max_logit, implementation=implementation)
+            q, k, v, segment_ids = jax.tree.map(lambda a: a[None], (q, k, v, segment_ids))
+        options = dict(return_lse=return_lse, return_max_logit=return_max_logit)
+        options |= dict(grad_dtype=grad_dtype, implementation=implementation)
         outputs = attention(q, k, v, scale=scale, causal=causal, segment_ids=segment_ids, **options)
         # max_logit has no batch dim to take off.
         return jax.tree.map(lambda a: a[0] if one_row and a.ndim > 1 else a, outputs)
@@ -62,18 +72,28 @@ def attention(
     sizes = checks.dims("k", k, "B S H D", **{name: sizes[name] for name in "BHD"}) | sizes
     sizes = checks.dims("v", v, "B S H V", **{name: sizes[name] for name in "BSH"}) | sizes
     for argument, array in (("k", k), ("v", v)):
+        if (operands.kind(array) != "array") != quantized:
+            raise TypeError(f"{argument}: found {array!r}, wanted q, k and v all arrays or all MXFP8Tensors")
         if array.dtype != q.dtype:
             raise TypeError(f"{argument}: found dtype {array.dtype}, wanted q's, which is {q.dtype}")
+    if quantized:
+        for argument, tensor, usage in zip("qkv", (q, k, v), _READ, strict=True):
+            operands.check_tensor(argument, tensor, -3, usage)
     scale = max(sizes["D"], 1) ** -0.5 if scale is None else checks.static_float("scale", scale)
     if not isinstance(causal, bool | str) or causal not in CAUSAL:
         raise checks.found("causal", causal, "True, False or 'bottom_right'")
     return_lse = checks.static_bool("return_lse", return_lse)
     return_max_logit = checks.static_bool("return_max_logit", return_max_logit)
     q_ids, k_ids = segments.check(segment_ids, kv_segment_ids, **sizes)
+    if quantized:
+        segments.check_blocks("segment_ids", segment_ids, mxfp8.BLOCK)
+        segments.check_blocks("kv_segment_ids", kv_segment_ids, mxfp8.BLOCK)
     static = Static(
+        kinds=tuple(map(operands.kind, (q, k, v))),
         scale=scale,
         causal=causal,
         own_order=kv_segment_ids is not None,
+        grad_dtype=_grad_dtype(grad_dtype, q.dtype),
         implementation=dispatch.check(implementation),
     )
     o, lse, max_logits = _attention(static, q, k, v, q_ids, k_ids)
@@ -83,6 +103,17 @@ def attention(
     if return_max_logit:
         outputs += (jnp.max(max_logits, axis=(0, 1), initial=-jnp.inf),)
     return outputs if len(outputs) > 1 else o
+
+
+_READ = ("rowwise", "rowwise", "columnwise")  # the copies of q, k and v
+
+
+def _grad_dtype(grad_dtype, dtype):
+    if grad_dtype is None:
+        return jnp.dtype(dtype)
+    grad_dtype = jnp.dtype(grad_dtype)
+    checks.floating("grad_dtype", jax.ShapeDtypeStruct((), grad_dtype))
+    return grad_dtype
 
 
 def _packed_ids(q, k, cu_seqlens, segment_ids, kv_segment_ids) -> jax.Array:
@@ -101,9 +132,11 @@ def _packed_ids(q, k, cu_seqlens, segment_ids, kv_segment_ids) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Static:
+    kinds: tuple[operands.Kind, ...]  # of q, k, v
     scale: float
     causal: bool | str
     own_order: bool  # causal is counted within each segment, whose queries and keys lie at different indices
+    grad_dtype: jnp.dtype
     implementation: dispatch.Choice
 
 
@@ -114,22 +147,27 @@ _FORWARD = "b T h D, b S h D, b S h V, b T, b S -> b T h V, b T h, b T h"
 _BACKWARD = "b T h D, b S h D, b S h V, b T, b S, b T h V, b T h, b T h V, b T h -> b T h D, b S h D, b S h V"
 
 
-def _run(direction: str, static: Static, *arrays):
-    chosen = dispatch.choose("attention", IMPLEMENTATIONS, static.implementation, static, *arrays[:5])
+def _run(direction: str, static: Static, dtype, q, k, v, *arrays):
+    """One pass on the values of q, k and v in `dtype`."""
+    q, k, v = (
+        operands.read(x, dtype, None if kind == "array" else usage)
+        for x, kind, usage in zip((q, k, v), static.kinds, _READ, strict=True)
+    )
+    chosen = dispatch.choose("attention", IMPLEMENTATIONS, static.implementation, static, q, k, v, *arrays[:2])
     rule = _FORWARD if direction == "forward" else _BACKWARD
-    return sharding.local("attention", rule, functools.partial(getattr(chosen, direction), static), *arrays)
+    return sharding.local("attention", rule, functools.partial(getattr(chosen, direction), static), q, k, v, *arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(static: Static, q, k, v, q_ids, k_ids):
     """o, lse, and every row's largest logit [B, T, H]."""
-    return _run("forward", static, q, k, v, q_ids, k_ids)
+    return _run("forward", static, q.dtype, q, k, v, q_ids, k_ids)
 
 
 class Residuals(NamedTuple):
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
+    q: Operand
+    k: Operand
+    v: Operand
     q_ids: jax.Array | None
     k_ids: jax.Array | None
     o: jax.Array
@@ -137,17 +175,25 @@ class Residuals(NamedTuple):
 
 
 def _attention_fwd(static: Static, q, k, v, q_ids, k_ids):
-    o, lse, max_logits = _run("forward", static, q, k, v, q_ids, k_ids)
+    o, lse, max_logits = _run("forward", static, q.dtype, q, k, v, q_ids, k_ids)
     # Named here, since here they are residuals: a policy that keeps both does not run the forward pass again.
     o, lse = checkpoint_name(o, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return (o, lse, max_logits), Residuals(q, k, v, q_ids, k_ids, o, lse)
+    kept = (operands.keep(x, usage) for x, usage in zip((q, k, v), _READ, strict=True))
+    return (o, lse, max_logits), Residuals(*kept, q_ids, k_ids, o, lse)
 
 
 def _attention_bwd(static: Static, saved: Residuals, cotangents):
     do, dlse, _ = cotangents  # max_logit is documented as not differentiable
-    dq, dk, dv = _run("backward", static, *saved, do, dlse)
-    q, k, v = saved[:3]
-    return sharding.cotangent(dq, q), sharding.cotangent(dk, k), sharding.cotangent(dv, v), None, None
+    gradients = _run("backward", static, static.grad_dtype, *saved, do.astype(static.grad_dtype), dlse)
+    given = zip(static.kinds, saved[:3], gradients, strict=True)
+    return *(_give(kind, kept, gradient) for kind, kept, gradient in given), None, None
+
+
+def _give(kind: operands.Kind, kept: Operand, gradient: jax.Array) -> Operand:
+    if kind == "array":
+        return sharding.cotangent(gradient, kept)
+    gradient = None if kind == "frozen" else sharding.cotangent(gradient, operands.like(kept))
+    return operands.give(kind, -3, kept.dtype, gradient)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

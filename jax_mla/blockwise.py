@@ -3,6 +3,9 @@
 Forward: an online softmax over key blocks for each query block (FlashAttention-2, arXiv:2307.08691, algorithm 1).
 Backward: probabilities recomputed from q, k and lse, key block by key block (algorithm 2). Blocks that causality
 hides altogether are not visited. Everything here works on one device's [B, T, H, .] arrays.
+
+Of packed sequences none reaches another, whatever it holds: 0 x NaN is NaN, so what is not finite is taken out of the
+values that are summed with weights of 0, and put back, as NaN, in the rows that see it.
 """
 
 import functools
@@ -95,6 +98,11 @@ class _Mask(NamedTuple):
             terms.append(pairs(queries, queries.order, 3) >= pairs(keys, keys.order, 2))
         return functools.reduce(operator.and_, terms) if terms else None
 
+    def touched(self, visible: jax.Array, bad: jax.Array, axis: int) -> jax.Array:
+        """Which queries (axis 3, of a block's `visible`) see a bad key [B, H, S]; which keys (axis 2) a bad query."""
+        equation = "bts,bhs->bht" if axis == 3 else "bts,bht->bhs"
+        return jnp.einsum(equation, visible[:, 0].astype(jnp.float32), bad.astype(jnp.float32)) > 0
+
     def key_blocks(self, i):
         """How many key blocks queries of block i can see any of."""
         if self.offset is None:
@@ -123,15 +131,20 @@ def _where(mask: jax.Array, x: jax.Array, other: float) -> jax.Array:
     return jnp.where(mask, x, jnp.asarray(other, x.dtype))
 
 
+def _split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x [..., K] with what is not finite as 0, and where there was any [...]."""
+    finite = jnp.isfinite(x)
+    return _where(finite, x, 0.0), ~jnp.all(finite, axis=-1)
+
+
 def _finite(x: jax.Array) -> jax.Array:
     """x with -inf, which says that nothing was seen, as 0: for exponents whose result is masked anyway."""
     return _where(x != -jnp.inf, x, 0.0)
 
 
-def _logits(static, mask: _Mask, q: jax.Array, k: jax.Array, i, j) -> jax.Array:
+def _logits(static, visible: jax.Array | None, q: jax.Array, k: jax.Array) -> jax.Array:
     """Scaled logits of one block in float32, -inf where masked."""
     logits = _dot("bhtd,bhsd->bhts", q, k) * static.scale
-    visible = mask.visible(i, j)
     return logits if visible is None else _where(visible, logits, -jnp.inf)
 
 
@@ -145,32 +158,38 @@ def forward(static, q, k, v, q_ids, k_ids) -> tuple[jax.Array, jax.Array, jax.Ar
         return jnp.zeros((*q.shape[:3], width), q.dtype), nothing, nothing
     dtype = q.dtype
     q, k, v = queries.heads_first(q), keys.heads_first(k), keys.heads_first(v)
+    packed = q_ids is not None
+    v, v_bad = _split(v) if packed else (v, None)
 
     def query_block(i):
         q_i = queries.block(q, i)
 
         def key_block(j, carry):
-            total, weight, largest = carry
-            logits = _logits(static, mask, q_i, keys.block(k, j), i, j)
+            total, weight, largest, *spoiled = carry
+            visible = mask.visible(i, j)
+            logits = _logits(static, visible, q_i, keys.block(k, j))
             new = jnp.maximum(largest, jnp.max(logits, axis=-1))
             base = _finite(new)
             p = jnp.exp(logits - base[..., None])
             decay = jnp.exp(largest - base)
             weight = weight * decay + jnp.sum(p, axis=-1)
             total = total * decay[..., None] + _dot("bhts,bhsv->bhtv", p.astype(dtype), keys.block(v, j))
-            return total, weight, new
+            spoiled = [s | mask.touched(visible, keys.block(v_bad, j), 3) for s in spoiled]
+            return total, weight, new, *spoiled
 
         rows = (batch, heads, queries.size)
         start = (
             jnp.zeros((*rows, width), wide(q).dtype),
             jnp.zeros(rows, wide(q).dtype),
             jnp.full(rows, -jnp.inf, wide(q).dtype),
-        )
+        ) + (jnp.zeros(rows, bool),) * packed
         start = tuple(vary_like(x, q, k, v, q_ids, k_ids) for x in start)
-        total, weight, largest = _loop(0, mask.key_blocks(i), key_block, start, keys.blocks == 1)
+        total, weight, largest, *spoiled = _loop(0, mask.key_blocks(i), key_block, start, keys.blocks == 1)
         seen = largest != -jnp.inf  # not `weight > 0`: a NaN is to come out as NaN
         divisor = _where(seen, weight, 1.0)
         o = _where(seen[..., None], total / divisor[..., None], 0.0).astype(dtype)
+        for rows in spoiled:
+            o = _where(~rows[..., None], o, jnp.nan)
         lse = _where(seen, largest + jnp.log(divisor), -jnp.inf)
         return o, lse, largest
 
@@ -207,28 +226,37 @@ def backward(static, q, k, v, q_ids, k_ids, o, lse, do, dlse) -> tuple[jax.Array
     do, dlse = _where(seen[..., None], do, 0.0), _where(seen, dlse, 0.0)
     delta = jnp.sum(wide(do) * wide(o), axis=-1) - dlse
     lse = _finite(lse)
+    packed = q_ids is not None
+    (q_sum, _), (k_sum, _), (do_sum, do_bad) = map(_split, (q, k, do)) if packed else ((q, None), (k, None), (do, None))
 
     def key_block(j, dq):
         k_j, v_j = keys.block(k, j), keys.block(v, j)
 
         def query_block(i, carry):
-            dq, dk, dv = carry
-            q_i, do_i = queries.block(q, i), queries.block(do, i)
-            logits = _logits(static, mask, q_i, k_j, i, j)
-            p = jnp.exp(logits - queries.block(lse, i)[..., None])
-            dv = dv + _dot("bhts,bhtv->bhsv", p.astype(dtype), do_i)
+            dq, dk, dv, *spoiled = carry
+            q_i, do_i, visible = queries.block(q, i), queries.block(do, i), mask.visible(i, j)
+            p = jnp.exp(_logits(static, visible, q_i, k_j) - queries.block(lse, i)[..., None])
             dp = _dot("bhtv,bhsv->bhts", do_i, v_j)
-            ds = (p * (dp - queries.block(delta, i)[..., None]) * static.scale).astype(dtype)
-            dk = dk + _dot("bhts,bhtd->bhsd", ds, q_i)
-            dq_i = _dot("bhts,bhsd->bhtd", ds, k_j)
+            ds = p * (dp - queries.block(delta, i)[..., None]) * static.scale
+            if packed:  # lse, dp and delta may be NaN where nothing is seen
+                p, ds = _where(visible, p, 0.0), _where(visible, ds, 0.0)
+                spoiled = [s | mask.touched(visible, queries.block(do_bad, i), 2) for s in spoiled]
+            p, ds = p.astype(dtype), ds.astype(dtype)
+            dv = dv + _dot("bhts,bhtv->bhsv", p, queries.block(do_sum, i))
+            dk = dk + _dot("bhts,bhtd->bhsd", ds, queries.block(q_sum, i))
+            dq_i = _dot("bhts,bhsd->bhtd", ds, keys.block(k_sum, j))
             if queries.blocks == 1:
-                return dq + dq_i, dk, dv
+                return dq + dq_i, dk, dv, *spoiled
             dq_i = queries.block(dq, i) + dq_i
-            return jax.lax.dynamic_update_slice_in_dim(dq, dq_i, i * queries.size, 2), dk, dv
+            return jax.lax.dynamic_update_slice_in_dim(dq, dq_i, i * queries.size, 2), dk, dv, *spoiled
 
-        start = tuple(vary_like(jnp.zeros(x.shape, wide(q).dtype), *refs) for x in (k_j, v_j))
+        start = tuple(jnp.zeros(x.shape, wide(q).dtype) for x in (k_j, v_j))
+        start += (jnp.zeros(k_j.shape[:3], bool),) * packed
+        start = tuple(vary_like(x, *refs) for x in start)
         first = mask.first_query_block(j)
-        dq, dk, dv = _loop(first, queries.blocks, query_block, (dq, *start), queries.blocks == 1)
+        dq, dk, dv, *spoiled = _loop(first, queries.blocks, query_block, (dq, *start), queries.blocks == 1)
+        for rows in spoiled:
+            dv = _where(~rows[..., None], dv, jnp.nan)
         return dq, (dk.astype(dtype), dv.astype(dtype))
 
     dq = vary_like(jnp.zeros(q.shape, wide(q).dtype), *refs)

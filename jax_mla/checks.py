@@ -8,8 +8,8 @@ import numpy as np
 
 
 def show(value: Any) -> str:
-    """How an error message prints what it found: arrays by dtype and shape, anything else by repr."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    """How an error message prints what it found: arrays by dtype and shape, anything else (MXFP8 tensors) by repr."""
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not hasattr(value, "token_axis"):
         return f"{value.dtype}{list(value.shape)}"
     return repr(value)
 

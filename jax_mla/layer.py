@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import checks, dispatch, segments
+from jax_mla import checks, dispatch, mxfp8, operands, segments
 from jax_mla import params as parameters
 from jax_mla import remat as policies
 from jax_mla.attention import attention
@@ -19,21 +19,26 @@ from jax_mla.rope import rope_tables
 
 
 def mla(
-    params: Mapping[str, jax.Array],
+    params: Mapping[str, operands.Operand],
     x: jax.Array,
     config: MLAConfig,
     *,
     positions: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    recipe: str | None = None,
     remat: str | None = None,
     implementation: dispatch.Choice = None,
 ) -> jax.Array:
     """y = MLA(x): causal self-attention through low-rank latents (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-    params: the flat dict of `init`, floating arrays of any mix of dtypes. x: floating [B, T, M].
+    params: the flat dict of `init`, floating arrays of any mix of dtypes, or what `quantize_params` makes of it.
+    x: floating [B, T, M].
     positions: integers [T] or [B, T], tokens; by default 0 .. T - 1, restarting with every segment.
     segment_ids: integers [B, T] for packed rows; 0 is padding: its rows give 0, and nothing in them (NaN too) reaches
     an output or a gradient.
+    recipe: None computes in x's dtype. "mxfp8" quantises every GEMM's operands to MXFP8 in both passes, and q, k, v for
+    attention (`operands.py`): T and every dim that is contracted are multiples of 32, and so is, where it is known at
+    trace time, the first token of every segment; traced segment_ids are the caller's promise.
     remat: what the backward pass keeps: None or "everything" (every residual), "qkv", "latents", "nothing".
     implementation: of every op; see `implementations()`.
 
@@ -47,10 +52,13 @@ def mla(
     checks.dims("x", x, "B T M", M=config.hidden_size)
     checks.floating("x", x)
     policies.check(remat)
+    checks.choice("recipe", recipe, operands.RECIPES)
     implementation = dispatch.check(implementation)
     batch, length, _ = x.shape
     if segment_ids is not None:
         segment_ids = segments.check_ids("segment_ids", segment_ids, B=batch, T=length)
+        if recipe is not None:
+            segments.check_blocks("segment_ids", segment_ids, mxfp8.BLOCK)
     if positions is None:
         positions = (
             jnp.arange(length, dtype=jnp.int32) if segment_ids is None else segments.positions_within(segment_ids)
@@ -61,30 +69,33 @@ def mla(
             raise checks.found("positions", positions, f"shape [{length}] or [{batch}, {length}]")
     if positions.ndim == 1:
         positions = positions[None]  # the tables are saved once, in the rank that every op wants
-    flow = policies.apply(functools.partial(_flow, config, implementation), remat)
+    flow = policies.apply(functools.partial(_flow, config, recipe, implementation), remat)
     return flow(dict(params), x, positions, segment_ids)
 
 
-def _flow(config: MLAConfig, implementation: dispatch.Choice, p: dict, x, positions, segment_ids):
+def _flow(config: MLAConfig, recipe, implementation: dispatch.Choice, p: dict, x, positions, segment_ids):
     x = segments.zero_padding(x, segment_ids)
     cos, sin = rope_tables(positions, config.rope, config.qk_rope_head_dim)
-    up = dict(nope_dim=config.qk_nope_head_dim, input_layout=config.rope.input_layout, implementation=implementation)
+    up = dict(nope_dim=config.qk_nope_head_dim, norm_eps=config.norm_eps, input_layout=config.rope.input_layout)
+    up |= dict(recipe=recipe, out=recipe, implementation=implementation)
+    if recipe is not None:  # once, for both down-projections
+        x = mxfp8.quantize_mxfp8(x, usage="both")
 
     # Queries: down to the latent, normalise, up to heads, rotate.
     if config.q_lora_rank is None:
         q = q_up_proj_rope(x, p["wq"], cos, sin, **up)
     else:
-        q_latent = checkpoint_name(linear(x, p["wq_a"], p.get("wq_a_bias")), "query_wa_proj")
-        q = q_up_proj_rope(q_latent, p["wq_b"], cos, sin, norm_scale=p["q_norm"], norm_eps=config.norm_eps, **up)
+        q_latent = checkpoint_name(linear(x, p["wq_a"], p.get("wq_a_bias"), recipe=recipe), "query_wa_proj")
+        q = q_up_proj_rope(q_latent, p["wq_b"], cos, sin, norm_scale=p["q_norm"], **up)
 
     # Keys and values: down to the latent and the one rotary key, normalise the latent, up to heads, rotate the key.
-    kv_latent = checkpoint_name(linear(x, p["wkv_a"], p.get("wkv_a_bias")), "kv_wa_proj")
+    kv_latent = checkpoint_name(linear(x, p["wkv_a"], p.get("wkv_a_bias"), recipe=recipe), "kv_wa_proj")
     c, k_pe = kv_latent[..., : config.kv_lora_rank], kv_latent[..., config.kv_lora_rank :]
-    k, v = kv_up_proj_rope(c, p["wkv_b"], k_pe, cos, sin, norm_scale=p["kv_norm"], norm_eps=config.norm_eps, **up)
+    k, v = kv_up_proj_rope(c, p["wkv_b"], k_pe, cos, sin, norm_scale=p["kv_norm"], **up)
 
-    q, k, v = checkpoint_name(q, "query_proj"), checkpoint_name(k, "key_proj"), checkpoint_name(v, "value_proj")
+    q, k, v = (operands.named(*pair) for pair in ((q, "query_proj"), (k, "key_proj"), (v, "value_proj")))
     o = attention(
         q, k, v, scale=config.softmax_scale, causal=True, segment_ids=segment_ids, implementation=implementation
     )
-    y = checkpoint_name(linear(o, p["wo"], p.get("wo_bias"), contract=2), "out_proj")
+    y = checkpoint_name(linear(o, p["wo"], p.get("wo_bias"), contract=2, recipe=recipe), "out_proj")
     return segments.zero_padding(y, segment_ids)

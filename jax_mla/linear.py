@@ -1,53 +1,161 @@
-"""Dense contraction with the gradients that mixed precision wants: a float32 weight gets a float32 gradient that was
-never rounded to the activation's dtype."""
+"""[RMSNorm ->] GEMM [+ bias] with the gradients that mixed precision wants: a float32 weight gets a float32 gradient
+that was never rounded to the activation's dtype. What the recipe "mxfp8" multiplies is told in `operands.py`."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import checks, sharding
+from jax_mla import checks, norm, operands, rope, sharding
+from jax_mla.norm import NormStatic
+from jax_mla.operands import Operand
 from jax_mla.rope import wide
 
 _LETTERS = "abcdefgijklmnopqstuvwxyz"
 
 
-def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None, *, contract: int = 1) -> jax.Array:
+def linear(
+    x: Operand, w: Operand, bias: jax.Array | None = None, *, contract: int = 1, recipe: str | None = None
+) -> jax.Array:
     """y = x . w + bias, contracting the last `contract` dims of x with the first of w.
 
     x: floating [..., *C]; w: floating [*C, *O]; bias: floating [*O] or None. Computed in x's dtype (w is cast to it,
-    accumulation is float32); returned in it, [..., *O]. Saved for the backward pass: the arguments. dW and dbias
-    come from float32 accumulators in their parameter's dtype. Under a mesh the bias is added after any sum over it.
+    accumulation is float32); returned in it, [..., *O]. dW and dbias come from float32 accumulators in their
+    parameter's dtype. Under a mesh the bias is added after any sum over it.
+    recipe: None, or "mxfp8": x, w and y's cotangent are multiplied as MXFP8. x and w may be an `MXFP8Tensor`, of
+    token_axis -1 - contract and that of the last dim of w that is contracted.
 
+    Saved for the backward pass: x and w, of which "mxfp8" keeps x's column-wise and w's row-wise codes.
     Raises ValueError or TypeError naming the argument.
     """
-    if w.ndim <= contract or x.ndim < contract or x.shape[x.ndim - contract :] != w.shape[:contract]:
+    known = dict.fromkeys(("x", "w"), ()) | {n: tuple(a.shape) for n, a in (("x", x), ("w", w)) if hasattr(a, "shape")}
+    if len(known["w"]) <= contract or known["x"][-contract:] != known["w"][:contract]:
         raise checks.found("w", w, f"an array whose first {contract} dims are the last of x, which is {checks.show(x)}")
-    checks.floating("x", x)
-    checks.floating("w", w)
+    checks.choice("recipe", recipe, operands.RECIPES)
+    static = Static(operands.kind(x), operands.kind(w), contract, recipe)
+    operands.check("x", x, "... K", recipe, static.x_axis, "rowwise")
+    operands.check("w", w, "... K", recipe, static.w_axis(w.ndim), "columnwise")
     if bias is not None:
         checks.floating("bias", bias)
         if bias.shape != w.shape[contract:]:
             raise checks.found("bias", bias, f"shape {list(w.shape[contract:])}")
-    return _linear(contract, x, w, bias)
+    return _linear(static, x, w, bias)
 
 
-def multiply(x: jax.Array, w: jax.Array, contract: int = 1) -> jax.Array:
-    """The product in x's dtype, without a derivative of its own."""
+@dataclasses.dataclass(frozen=True)
+class Static:
+    x: operands.Kind
+    w: operands.Kind
+    contract: int = 1
+    recipe: str | None = None
+    norm: NormStatic | None = None  # where there is a norm_scale
+    name: str | None = None  # the checkpoint name of what the norm gives
+    widen: bool = False  # the result stays float32, for an op that goes on with it
+    halves: int = 0  # the trailing dims of w, pairs, that the result has as halves
+
+    @property
+    def x_axis(self) -> int:
+        return -1 - self.contract
+
+    def w_axis(self, ndim: int) -> int:
+        """Also that of y's cotangent, whose dims after the tokens are w's after those it contracts."""
+        return operands.weight_axis(ndim, self.contract)
+
+
+class Residuals(NamedTuple):
+    latent: jax.Array | None  # x before its norm
+    rstd: jax.Array | None
+    norm_scale: jax.Array | None
+    x: Operand | None  # as wgrad reads it; None where it is recomputed from the latent, or w is frozen
+    w: Operand | None  # as dgrad reads it; None where x is frozen
+    like_x: jax.Array | None  # under "mxfp8": their types
+    like_w: jax.Array | None
+    bias: jax.Array | None
+
+
+def project(static: Static, x: Operand, w: Operand, norm_scale, bias, train: bool = False):
+    """[RMSNorm ->] GEMM [+ bias] in x's dtype, and its residuals, for which nothing is made unless `train`."""
+    given, dtype, latent, rstd = x, x.dtype, None, None
+    if norm_scale is not None:
+        latent = x
+        x, rstd = norm.raw_forward(static.norm, x if static.recipe is None else wide(x), norm_scale)
+    like_x = like_w = None
+    if static.recipe is None:
+        if norm_scale is not None:
+            x = checkpoint_name(x, static.name)
+        kept_x, kept_w = None if norm_scale is not None else operands.keep(x), operands.keep(w)
+        x_read, w_read = operands.read(x, dtype), operands.read(w, dtype)
+    else:
+        wants_x, wants_w = train and static.x != "frozen", train and static.w != "frozen"
+        if wants_w:
+            operands.check_blocks("x", given, static.x_axis, "columnwise")
+        if wants_x:
+            operands.check_blocks("w", w, static.w_axis(w.ndim), "rowwise")
+        like_x, like_w = operands.like(given), operands.like(w)
+        x = operands.quantize(x, ("rowwise",) + ("columnwise",) * wants_w, static.x_axis, dtype)
+        w = operands.quantize(w, ("columnwise",) + ("rowwise",) * wants_x, static.w_axis(w.ndim), w.dtype)
+        kept_x = operands.keep(x, "columnwise") if wants_w else None
+        kept_w = operands.keep(w, "rowwise") if wants_x else None
+        if static.name is not None:
+            kept_x = checkpoint_name(kept_x, static.name)
+        products = operands.products(dtype)
+        x_read, w_read = operands.read(x, products, "rowwise"), operands.read(w, products, "columnwise")
+    y_dtype = jnp.promote_types(dtype, jnp.float32) if static.widen else dtype
+    y = multiply(x_read, _to_halves(w_read, static), static.contract, y_dtype)
+    y = add_bias(y, _to_halves(bias, static))
+    return y, Residuals(latent, rstd, norm_scale, kept_x, kept_w, like_x, like_w, bias) if train else None
+
+
+def project_backward(static: Static, saved: Residuals, dy: jax.Array) -> tuple:
+    """Cotangents of x, w, norm_scale and bias. dy may be wider than x."""
+    latent, rstd, norm_scale, x, w, like_x, like_w, bias = saved
+    wants_x, wants_w = static.x != "frozen", static.w != "frozen"
+    rows = columns = dy
+    if static.recipe is None:
+        if norm_scale is not None:
+            x = norm.renormalize(static.norm, latent, rstd, norm_scale)
+        like_x, like_w = (a if isinstance(a, jax.Array) else operands.like(a) for a in (x, w))
+        x_read, w_read = operands.read(x, dy.dtype), operands.read(w, dy.dtype)
+    elif wants_x or wants_w:
+        usages, products = ("rowwise",) * wants_x + ("columnwise",) * wants_w, operands.products(like_x.dtype)
+        t = operands.quantize(dy, usages, static.w_axis(like_w.ndim), like_x.dtype)
+        if wants_x:
+            rows, w_read = operands.read(t, products, "rowwise"), operands.read(w, products, "rowwise")
+        if wants_w:
+            columns, x_read = operands.read(t, products, "columnwise"), operands.read(x, products, "columnwise")
+    dx = dw = dscale = None
+    if wants_x:
+        dx = input_cotangent(rows, _to_halves(w_read, static), like_x, static.contract)
+    if wants_w:
+        dw = _from_halves(weight_cotangent(x_read, columns, like_w, static.contract), static)
+    if norm_scale is not None:
+        dx, dscale = norm.raw_backward(static.norm, latent, rstd, norm_scale, dx)
+    dbias = None if bias is None else _from_halves(bias_cotangent(dy, bias), static)
+    dx = operands.give(static.x, static.x_axis, like_x.dtype, dx)
+    dw = operands.give(static.w, static.w_axis(like_w.ndim), like_w.dtype, dw)
+    return dx, dw, dscale, dbias
+
+
+def multiply(x: jax.Array, w: jax.Array, contract: int = 1, dtype=None) -> jax.Array:
+    """The product in `dtype`, by default x's, without a derivative of its own."""
     rows, inner, outer = _letters(x, w, contract)
-    return sharding.einsum(f"{rows}{inner},{inner}{outer}->{rows}{outer}", x, w.astype(x.dtype), x.dtype)
+    equation = f"{rows}{inner},{inner}{outer}->{rows}{outer}"
+    return sharding.einsum(equation, x, w.astype(x.dtype), x.dtype if dtype is None else dtype)
 
 
 def input_cotangent(dy: jax.Array, w: jax.Array, x: jax.Array, contract: int = 1) -> jax.Array:
-    """dx = dy . w^T, in x's dtype."""
-    rows, inner, outer = _letters(x, w, contract)
+    """dx = dy . w^T, with the type of x."""
+    inner, outer = _LETTERS[:contract], _LETTERS[contract : w.ndim]
+    rows = _LETTERS[w.ndim : w.ndim + dy.ndim - len(outer)]
     dx = sharding.einsum(f"{rows}{outer},{inner}{outer}->{rows}{inner}", dy, w.astype(dy.dtype), dy.dtype)
     return sharding.cotangent(dx, x)
 
 
 def weight_cotangent(x: jax.Array, dy: jax.Array, w: jax.Array, contract: int = 1) -> jax.Array:
-    """dW = x^T . dy, from the float32 accumulator in w's dtype, summed once over devices that hold copies of w."""
+    """dW = x^T . dy, with the type of w: from the float32 accumulator, summed once over devices that hold copies."""
     rows, inner, outer = _letters(x, w, contract)
     across = (sharding.varying(x) | sharding.varying(dy)) - sharding.varying(w)
     # Partial sums that are still to be added up stay in float32; else the GEMM writes w's dtype and nothing wider.
@@ -79,28 +187,35 @@ def _letters(x: jax.Array, w: jax.Array, contract: int) -> tuple[str, str, str]:
     return _LETTERS[w.ndim : w.ndim + x.ndim - contract], inner, outer
 
 
-class _Residuals(NamedTuple):
-    x: jax.Array
-    w: jax.Array
-    bias: jax.Array | None
+def _to_halves(w: jax.Array | None, static: Static) -> jax.Array | None:
+    """w [..., D] with its last `halves` dims reordered from pairs to halves.
+
+    Reordering the weight once moves R H P numbers; reordering what it produces moves T H P, twice a training step.
+    """
+    return w if w is None or not static.halves else _reorder(w, static.halves, "pairs", "halves")
+
+
+def _from_halves(w: jax.Array, static: Static) -> jax.Array:
+    return _reorder(w, static.halves, "halves", "pairs") if static.halves else w
+
+
+def _reorder(w: jax.Array, rotary_dim: int, read: str, write: str) -> jax.Array:
+    kept = w.shape[-1] - rotary_dim
+    return jnp.concatenate([w[..., :kept], rope.join(*rope.split(w[..., kept:], read), write)], axis=-1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(contract: int, x, w, bias):
-    return add_bias(multiply(x, w, contract), bias)
+def _linear(static: Static, x, w, bias):
+    return project(static, x, w, None, bias)[0]
 
 
-def _linear_fwd(contract: int, x, w, bias):
-    return add_bias(multiply(x, w, contract), bias), _Residuals(x, w, bias)
+def _linear_fwd(static: Static, x, w, bias):
+    return project(static, x, w, None, bias, train=True)
 
 
-def _linear_bwd(contract: int, saved: _Residuals, dy):
-    x, w, bias = saved
-    return (
-        input_cotangent(dy, w, x, contract),
-        weight_cotangent(x, dy, w, contract),
-        None if bias is None else bias_cotangent(dy, bias),
-    )
+def _linear_bwd(static: Static, saved: Residuals, dy):
+    dx, dw, _, dbias = project_backward(static, saved, dy)
+    return dx, dw, dbias
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)

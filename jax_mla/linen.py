@@ -13,14 +13,15 @@ from jax_mla.config import MLAConfig
 class MLA(nn.Module):
     """Multi-head Latent Attention. `module.init(key, x)` holds the very values of `jax_mla.init(key, config)`.
 
-    config: the dims. dtype: what to compute in; None is x's. param_dtype: of the parameters. remat, implementation: as
-    `jax_mla.mla`. Parameters carry MaxText's logical axes (`nn.get_partition_spec`, `nn.logical_to_mesh`); inside
-    another module each instance draws its own values.
+    config: the dims. dtype: what to compute in; None is x's. param_dtype: of the parameters. recipe, remat,
+    implementation: as `jax_mla.mla`. Parameters carry MaxText's logical axes (`nn.get_partition_spec`,
+    `nn.logical_to_mesh`); inside another module each instance draws its own values.
     """
 
     config: MLAConfig
     dtype: Any = None
     param_dtype: Any = jnp.float32
+    recipe: str | None = None
     remat: str | None = None
     implementation: Any = None
 
@@ -46,6 +47,7 @@ class MLA(nn.Module):
             self.config,
             positions=positions,
             segment_ids=segment_ids,
+            recipe=self.recipe,
             remat=self.remat,
             implementation=self.implementation,
         )

@@ -14,10 +14,10 @@ from jax_mla.config import MLAConfig
 class MLA(nnx.Module):
     """Multi-head Latent Attention; its parameters are attributes by the names of `jax_mla.init`.
 
-    config: the dims. dtype: what to compute in; None is x's. param_dtype: of the parameters. remat, implementation: as
-    `jax_mla.mla`. rngs: an `nnx.Rngs`, whose next "params" key is used, or a key itself: `MLA(config, rngs=key)` holds
-    the very values of `jax_mla.init(key, config)` and of the linen module. Parameters carry MaxText's logical axes
-    (`out_sharding` in their metadata, for `nnx.get_partition_spec`).
+    config: the dims. dtype: what to compute in; None is x's. param_dtype: of the parameters. recipe, remat,
+    implementation: as `jax_mla.mla`. rngs: an `nnx.Rngs`, whose next "params" key is used, or a key itself:
+    `MLA(config, rngs=key)` holds the very values of `jax_mla.init(key, config)` and of the linen module. Parameters
+    carry MaxText's logical axes (`out_sharding` in their metadata, for `nnx.get_partition_spec`).
     """
 
     def __init__(
@@ -27,11 +27,13 @@ class MLA(nnx.Module):
         param_dtype: Any = jnp.float32,
         *,
         rngs: nnx.Rngs | jax.Array,
+        recipe: str | None = None,
         remat: str | None = None,
         implementation: Any = None,
     ):
         self.config = config
         self.dtype = dtype
+        self.recipe = recipe
         self.remat = remat
         self.implementation = implementation
         key = rngs.params() if isinstance(rngs, nnx.Rngs) else rngs
@@ -52,6 +54,7 @@ class MLA(nnx.Module):
             self.config,
             positions=positions,
             segment_ids=segment_ids,
+            recipe=self.recipe,
             remat=self.remat,
             implementation=self.implementation,
         )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mla import checks
+from jax_mla import checks, mxfp8, operands
 from jax_mla.config import MLAConfig
 
 
@@ -17,6 +17,11 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
     axes: tuple[str, ...]  # MaxText's logical names, so that its rules apply
     contracted: int = 0  # how many leading dims a product sums over; 0 for what is not a matrix
+
+    @property
+    def token_axis(self) -> int:
+        """Of the parameter as an MXFP8Tensor."""
+        return operands.weight_axis(len(self.shape), self.contracted)
 
 
 def specs(config: MLAConfig) -> dict[str, Spec]:
@@ -72,6 +77,23 @@ def draw(key: jax.Array, name: str, spec: Spec, param_dtype) -> jax.Array:
     return (drawn * math.prod(spec.shape[: spec.contracted]) ** -0.5).astype(param_dtype)
 
 
+def quantize_params(params: Mapping[str, jax.Array], config: MLAConfig, *, usage: str = "both") -> dict:
+    """`params` with every weight as an `MXFP8Tensor`, for `mla(..., recipe="mxfp8")`: once a step, not once a use.
+
+    The token axis of a weight is the last axis its product contracts: -3 for wq, wq_b, wkv_b, -2 for wq_a, wkv_a, wo.
+    usage: "both" for training; "columnwise" is what the forward pass reads. Norms and biases stay as they are.
+    Gradients pass through; `detach` the tensors for weights that get none. Raises as `quantize_mxfp8` and `mla`.
+    """
+    check(params, config)
+
+    def quantize(name, spec):
+        if not spec.contracted or isinstance(params[name], mxfp8.MXFP8Tensor):
+            return params[name]
+        return mxfp8.quantize_mxfp8(jnp.asarray(params[name]), usage=usage, token_axis=spec.token_axis)
+
+    return {name: quantize(name, spec) for name, spec in specs(config).items()}
+
+
 def logical_axes(config: MLAConfig) -> dict[str, tuple[str, ...]]:
     """MaxText's logical axis names of every parameter's dims."""
     return {name: spec.axes for name, spec in specs(config).items()}
@@ -88,7 +110,9 @@ def check(params: Mapping[str, jax.Array], config: MLAConfig) -> None:
             f"params: found {extra or 'nothing'} not in the config's, wanted {missing or 'nothing'} besides"
         )
     for name, spec in wanted.items():
-        if not isinstance(params[name], jax.Array | np.ndarray):
+        if isinstance(params[name], mxfp8.MXFP8Tensor) and spec.contracted:
+            operands.check_tensor(f"params[{name!r}]", params[name], spec.token_axis)
+        elif not isinstance(params[name], jax.Array | np.ndarray):
             raise TypeError(f"params[{name!r}]: found {type(params[name]).__name__}, wanted an array (nnx: param[...])")
         if tuple(params[name].shape) != spec.shape:
             raise checks.found(f"params[{name!r}]", params[name], f"shape {list(spec.shape)}")

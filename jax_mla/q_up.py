@@ -1,19 +1,19 @@
-"""Q up-projection: RMSNorm of the latent, GEMM to heads, bias, RoPE on the rotary dims of each head."""
+"""Q up-projection: RMSNorm of the latent, GEMM to heads, bias, RoPE on the rotary dims of each head, MXFP8."""
 
 import dataclasses
 import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import checks, dispatch, linear, norm, rope, sharding
+from jax_mla import checks, dispatch, linear, mxfp8, norm, operands, rope, sharding
+from jax_mla.mxfp8 import MXFP8Tensor
+from jax_mla.operands import Operand
 
 
 def q_up_proj_rope(
-    x: jax.Array,
-    w: jax.Array,
+    x: Operand,
+    w: Operand,
     cos: jax.Array,
     sin: jax.Array,
     *,
@@ -21,37 +21,53 @@ def q_up_proj_rope(
     norm_scale: jax.Array | None = None,
     norm_eps: float = 1e-6,
     bias: jax.Array | None = None,
+    recipe: str | None = None,
+    out: str | None = None,
     input_layout: str = "pairs",
     output_layout: str = "halves",
     implementation: dispatch.Choice = None,
-) -> jax.Array:
+) -> jax.Array | MXFP8Tensor:
     """q = RoPE(RMSNorm(x) . w + bias): the queries of every head from the query latent.
 
     x: floating [..., T, R] (R is M where there is no query low rank). w: floating [R, H, D], D = nope_dim + P.
     cos, sin: as `rope_tables`, width P/2, leading dims equal to x's or 1. norm_scale: floating [R], or None for no
     norm; norm_eps: Python float. bias: floating [H, D] or None, added before RoPE. Layouts: as `apply_rope`.
+    recipe: None, or "mxfp8": the GEMMs of both passes multiply MXFP8, quantised from the float32 norm, from w and from
+    the float32 inverse RoPE of q's cotangent. x (if norm_scale is None) and w may be an `MXFP8Tensor`, of token_axis -2
+    and -3, under either recipe; what it misses for a pass raises, and without a proxy it gets no gradient.
+    out: None, or "mxfp8": q is an `MXFP8Tensor` with both copies, token_axis -3, quantised from float32.
 
     Returns q [..., T, H, D] in x's dtype: GEMM with float32 accumulation, bias and RoPE in float32.
     Backward: inverse RoPE, dgrad and wgrad GEMMs, bias and RMSNorm gradients; dW, dbias and dscale come from float32
     accumulators in their parameter's dtype. Saved: x, rstd float32 [..., T], the parameters and the tables; the
-    normalised latent is recomputed (elementwise), q is not needed.
+    normalised latent is recomputed (elementwise), q is not needed. Under "mxfp8": the normalised latent's column-wise
+    codes (checkpoint name mla_q), w's row-wise ones instead of w, and x only if it was normalised here.
 
     Raises ValueError or TypeError naming the argument; NotImplementedError if no implementation fits.
     """
-    sizes = checks.dims("x", x, "... T R")
-    checks.floating("x", x)
-    sizes = checks.dims("w", w, "R H D", R=sizes["R"])
-    checks.floating("w", w)
+    checks.choice("recipe", recipe, operands.RECIPES)
+    sizes = operands.check("x", x, "... T R", recipe, -2, "rowwise")
+    sizes = operands.check("w", w, "R H D", recipe, -3, "columnwise", R=sizes["R"])
     rotary = _rotary_dim(nope_dim, sizes["D"])
+    operands.check_out(out, x, D=sizes["D"])
     rope.check_layouts(input_layout, output_layout)
     cos, sin = rope.check_tables(cos, sin, x.shape[:-1], rotary)
-    norm_eps = check_norm(norm_scale, norm_eps, sizes["R"])
+    norm_eps = check_norm(x, norm_scale, norm_eps)
     if bias is not None:
         checks.dims("bias", bias, "H D", H=sizes["H"], D=sizes["D"])
         checks.floating("bias", bias)
-    implementation = dispatch.check(implementation)
-    static = Static(rotary, norm_eps, input_layout, output_layout, implementation)
-    return _q_up(static, x, w, cos, sin, norm_scale, bias)
+    project = linear.Static(
+        operands.kind(x),
+        operands.kind(w),
+        recipe=recipe,
+        norm=norm.NormStatic(norm_eps, False, "xla"),
+        name="mla_q",
+        widen=out is not None,
+        # The stored order is what w's and the cotangent's row-wise blocks are cut from.
+        halves=rotary if recipe is None and input_layout == "pairs" else 0,
+    )
+    rotation = rope.RopeStatic(rotary, "halves" if project.halves else input_layout, output_layout, False, "xla")
+    return _q_up(Static(project, rotation, out, dispatch.check(implementation)), x, w, cos, sin, norm_scale, bias)
 
 
 def _rotary_dim(nope_dim: int, head_dim: int) -> int:
@@ -61,91 +77,48 @@ def _rotary_dim(nope_dim: int, head_dim: int) -> int:
     return head_dim - nope_dim
 
 
-def check_norm(norm_scale: jax.Array | None, norm_eps: float, size: int) -> float:
+def check_norm(x: Operand, norm_scale: jax.Array | None, norm_eps: float) -> float:
     if norm_scale is not None:
-        checks.dims("norm_scale", norm_scale, "K", K=size)
+        checks.dims("norm_scale", norm_scale, "K", K=x.shape[-1])
         checks.floating("norm_scale", norm_scale)
+        if operands.kind(x) != "array":
+            raise checks.found("norm_scale", norm_scale, "None beside a quantised x (`rms_norm_quantize` makes one)")
     return checks.static_float("norm_eps", norm_eps, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    rotary_dim: int
-    norm_eps: float
-    input_layout: str
-    output_layout: str
+    project: linear.Static
+    rope: rope.RopeStatic  # of what `project` gives
+    out: str | None
     implementation: dispatch.Choice
-
-    @property
-    def norm(self) -> norm.NormStatic:
-        return norm.NormStatic(self.norm_eps, False, "xla")
-
-    @property
-    def rope(self) -> rope.RopeStatic:
-        """The rotation of the GEMM's output, whose rotary dims `to_halves` has put into halves."""
-        return rope.RopeStatic(self.rotary_dim, "halves", self.output_layout, False, "xla")
 
 
 class Residuals(NamedTuple):
-    x: jax.Array
-    rstd: jax.Array | None
-    w: jax.Array
+    project: linear.Residuals
     cos: jax.Array
     sin: jax.Array
-    norm_scale: jax.Array | None
-    bias: jax.Array | None
-    differentiates_tables: tuple | None  # () for yes: a structure, so that it is known when the backward is traced
+    projected: jax.Array | None  # what RoPE was given, only if a table is differentiated
 
 
-def to_halves(w: jax.Array | None, static: Static) -> jax.Array | None:
-    """w [..., D] with its rotary dims reordered from `input_layout` to halves.
-
-    Reordering the weight once moves R H P numbers; reordering what it produces moves T H P, twice a training step.
-    """
-    if w is None or static.input_layout == "halves":
-        return w
-    kept = w.shape[-1] - static.rotary_dim
-    return jnp.concatenate([w[..., :kept], *rope.split(w[..., kept:], "pairs")], axis=-1)
-
-
-def from_halves(w: jax.Array | None, static: Static) -> jax.Array | None:
-    """The inverse of `to_halves`."""
-    if w is None or static.input_layout == "halves":
-        return w
-    kept = w.shape[-1] - static.rotary_dim
-    pairs = rope.join(*rope.split(w[..., kept:], "halves"), "pairs")
-    return jnp.concatenate([w[..., :kept], pairs], axis=-1)
-
-
-def _xla_forward(static: Static, x, w, cos, sin, norm_scale, bias) -> tuple[jax.Array, jax.Array | None]:
-    """q, rstd."""
-    rstd = None
-    if norm_scale is not None:
-        x, rstd = norm.raw_forward(static.norm, x, norm_scale)
-        x = checkpoint_name(x, "mla_q")
-    projected = _project(static, x, w, bias)
-    return rope.raw(static.rope, projected, cos, sin), rstd
-
-
-def _project(static: Static, normalised, w, bias) -> jax.Array:
-    w, bias = to_halves(w.astype(normalised.dtype), static), to_halves(bias, static)
-    return linear.add_bias(linear.multiply(normalised, w), bias)
+def _xla_forward(static: Static, train: bool, x, w, cos, sin, norm_scale, bias):
+    """q, and what `linear.project_backward` needs (None unless `train`)."""
+    projected, saved = linear.project(static.project, x, w, norm_scale, bias, train)
+    q = rope.raw(static.rope, projected, cos, sin)
+    if static.out is not None:
+        q = mxfp8.raw_quantize(mxfp8.Static("both", -3, "up", x.dtype, None), q)
+    return q, saved
 
 
 def _xla_backward(static: Static, saved: Residuals, dq):
     """Cotangents of x, w, cos, sin, norm_scale, bias."""
-    x, rstd, w, cos, sin, norm_scale, bias, differentiates_tables = saved
-    normalised = x if norm_scale is None else norm.renormalize(static.norm, x, rstd, norm_scale)
-    projected = rope.raw(static.rope.adjoint(), dq, cos, sin)  # the cotangent of what RoPE was given, in halves
-    dx = linear.input_cotangent(projected, to_halves(w.astype(dq.dtype), static), normalised)
-    dw = from_halves(linear.weight_cotangent(normalised, projected, w), static)
-    dbias = None if bias is None else from_halves(linear.bias_cotangent(projected, bias), static)
-    dscale = None
-    if norm_scale is not None:
-        dx, dscale = norm.raw_backward(static.norm, x, rstd, norm_scale, dx)
+    project, cos, sin, projected = saved
+    # "mxfp8" quantises what RoPE's adjoint gives: not rounded to q's dtype in between.
+    dz = rope.raw(static.rope.adjoint(), dq if static.project.recipe is None else rope.wide(dq), cos, sin)
+    dx, dw, dscale, dbias = linear.project_backward(static.project, project, dz)
     dcos = dsin = None
-    if differentiates_tables is not None:
-        dcos, dsin = rope.table_cotangents(static.rope, _project(static, normalised, w, bias), dq, cos, sin)
+    if projected is not None:
+        dcos, dsin = rope.table_cotangents(static.rope, projected, dq, cos, sin)
     return dx, dw, dcos, dsin, dscale, dbias
 
 
@@ -158,20 +131,21 @@ def _choose(static: Static, *args) -> dispatch.Implementation:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _q_up(static: Static, *args):
-    return _choose(static, *args).forward(static, *args)[0]
+    return _choose(static, *args).forward(static, False, *args)[0]
 
 
 def _q_up_fwd(static: Static, *args):
     tables = any(table.perturbed for table in args[2:4])
     args = sharding.values(args)
     x, w, cos, sin, norm_scale, bias = args
-    q, rstd = _choose(static, *args).forward(static, *args)
-    return q, Residuals(x, rstd, w, cos, sin, norm_scale, bias, () if tables else None)
+    q, saved = _choose(static, *args).forward(static, True, *args)
+    projected = linear.project(static.project, x, w, norm_scale, bias)[0] if tables else None
+    return q, Residuals(saved, cos, sin, projected)
 
 
 def _q_up_bwd(static: Static, saved: Residuals, dq):
-    args = (saved.x, *saved[2:7])
-    return _choose(static, *args).backward(static, saved, sharding.dense(dq))
+    dq = sharding.dense(dq.proxy if static.out is not None else dq)
+    return _choose(static, saved).backward(static, saved, dq)
 
 
 _q_up.defvjp(_q_up_fwd, _q_up_bwd, symbolic_zeros=True)

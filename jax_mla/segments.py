@@ -59,6 +59,32 @@ def check_ids(argument: str, ids: jax.Array, **sizes: int) -> jax.Array:
     return checks.integers(argument, ids)
 
 
+def check_blocks(argument: str, ids: jax.Array | None, block: int) -> None:
+    """ValueError where ids known at trace time start a segment within a block of tokens. Traced ones are a promise."""
+    if ids is None or isinstance(ids, jax.core.Tracer):
+        return
+    ids = np.asarray(ids)
+    inside = (ids[:, 1:] != ids[:, :-1]) & (ids[:, 1:] != 0) & (np.arange(1, ids.shape[1]) % block != 0)
+    _check_starts(argument, np.nonzero(inside)[1] + 1, block)
+
+
+def check_starts(argument: str, cu_seqlens: jax.Array, block: int) -> None:
+    """The same of boundaries [n + 1] or [B, n + 1]; a sequence of no tokens starts nowhere."""
+    if isinstance(cu_seqlens, jax.core.Tracer) or not hasattr(cu_seqlens, "dtype"):
+        return
+    values = np.asarray(cu_seqlens)
+    starts = values[..., :-1][values[..., 1:] > values[..., :-1]]
+    _check_starts(argument, starts[starts % block != 0], block)
+
+
+def _check_starts(argument: str, wrong: np.ndarray, block: int) -> None:
+    if wrong.size:
+        raise ValueError(
+            f"{argument}: found a sequence that starts at token {wrong.flat[0]}, wanted multiples of {block}: one "
+            f"MXFP8 block would mix two sequences (pad between them with id 0)"
+        )
+
+
 def zero_padding(x: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
     """x [B, T, K] with the rows of padding 0, and their cotangents too."""
     if segment_ids is None:

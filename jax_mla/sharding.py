@@ -85,8 +85,8 @@ def follow(parameter: jax.Array, y: jax.Array | None = None) -> jax.Array:
 
 
 def values(primals: tuple) -> tuple:
-    """The arrays (or None) behind what a forward rule that asks for `symbolic_zeros` is handed."""
-    return tuple(None if primal is None else primal.value for primal in primals)
+    """The arguments behind what a forward rule that asks for `symbolic_zeros` is handed: None, arrays, pytrees."""
+    return jax.tree.map(lambda primal: primal.value, primals, is_leaf=lambda p: hasattr(p, "perturbed"))
 
 
 def dense(value: jax.Array | SymbolicZero) -> jax.Array:

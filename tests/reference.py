@@ -8,6 +8,7 @@ dims of a head.
 
 import math
 
+import ml_dtypes
 import numpy as np
 
 
@@ -196,6 +197,49 @@ def attention(q, k, v, scale=None, causal=True, segment_ids=None, kv_segment_ids
                 max_logit[h] = max(max_logit[h], top)
                 out[b, t, h] = weights / weights.sum() @ v[b, seen, h]
     return out, lse, max_logit
+
+
+# --- MXFP8 -----------------------------------------------------------------------------------------------------------
+
+# The non-negative E4M3 numbers by code, and where the nearest one changes.
+GRID = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+MIDDLES = (GRID[1:] + GRID[:-1]) / 2
+
+
+def nearest_even(v):
+    """E4M3 codes of float64 numbers, saturating (section 5.3.1; 6.3 for "clamp")."""
+    magnitude = np.minimum(np.abs(v), 448.0)
+    code = np.searchsorted(MIDDLES, magnitude, side="left")
+    tie = magnitude == np.append(MIDDLES, np.inf)[code]
+    return (code + (tie & (code % 2 == 1)) + 128 * np.signbit(v)).astype(np.uint8)
+
+
+def mxfp8(x, axis, rounding="up"):
+    """Codes and scales, uint8, in float64, in which every step here is exact.
+
+    Section 6.3: X = 2^(floor(log2(amax)) - 8), or 2^ceil(log2(amax / 448)), clamped to E8M0; P_i = x_i / X, rounded to
+    nearest even and clamped. Zero, infinite and NaN blocks by the rules of docs/mxfp8.md.
+    """
+    x = np.moveaxis(np.asarray(x).astype(np.float64), axis, -1)
+    blocks = x.reshape(*x.shape[:-1], -1, 32)
+    with np.errstate(invalid="ignore"):
+        amax = np.abs(blocks).max(-1)  # a NaN stays
+        exponent = np.frexp(amax)[1] - 1 - 8  # frexp's mantissa lies in [1/2, 1)
+        if rounding == "up":
+            exponent += np.ldexp(448.0, exponent) < amax
+        exponent = np.where(amax == 0, -127, np.clip(exponent, -127, 127))
+        exponent = np.where(np.isinf(amax), 127, exponent)
+        codes = nearest_even(np.ldexp(blocks, -exponent[..., None]))
+    codes = np.where(np.isnan(amax)[..., None], 0x7F, codes).astype(np.uint8)
+    scales = np.where(np.isnan(amax), 255, exponent + 127).astype(np.uint8)
+    return np.moveaxis(codes.reshape(x.shape), -1, axis), np.moveaxis(scales, -1, axis)
+
+
+def mxfp8_values(x, axis):
+    """x after a round trip through MXFP8 in blocks along `axis`."""
+    codes, scales = mxfp8(x, axis)
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    return np.ldexp(values, np.repeat(scales.astype(int) - 127, 32, axis))
 
 
 # --- The layer ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,130 @@
+"""What a GEMM multiplies, by recipe: arrays as they are, or MXFP8 tensors read along the axis that is contracted.
+
+The recipe "mxfp8", for y = x . w with x [..., T, K] and w [K, O]: x, w and dy are quantised once each, in both
+directions, from the widest values at hand, and each GEMM reads the copies whose blocks run along what it contracts:
+
+    y  = x (row-wise, along K)     . w (column-wise, along K)
+    dx = dy (row-wise, along O)    . w (row-wise, along O)
+    dW = x (column-wise, along T)  . dy (column-wise, along T)
+
+So the backward pass keeps x's column-wise copy and w's row-wise one. Products are exact in bfloat16 (an E4M3 code times
+a power of two), sums are float32. An `MXFP8Tensor` in an array's place stands for its values: already quantised under
+"mxfp8", dequantised first under None. One without a proxy gets no gradient, and nothing is kept for one.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_mla import checks, mxfp8
+
+RECIPES = (None, "mxfp8")
+
+Operand = jax.Array | mxfp8.MXFP8Tensor
+Kind = Literal["array", "tensor", "frozen"]  # "frozen": a tensor without proxy
+
+
+def kind(x: Operand) -> Kind:
+    if not isinstance(x, mxfp8.MXFP8Tensor):
+        return "array"
+    return "frozen" if x.proxy is None else "tensor"
+
+
+def weight_axis(ndim: int, contract: int = 1) -> int:
+    """The token axis of a quantised weight [*K, *O]: the last axis that is contracted, -3 for [R, H, D]."""
+    return contract - 1 - ndim
+
+
+def check(argument: str, x: Operand, letters: str, recipe: str | None, token_axis: int, usage: str, **sizes: int):
+    """Shape, dtype, a tensor's token axis and, under "mxfp8", whole blocks of `usage`, which the forward pass reads.
+    Returns the sizes."""
+    sizes = checks.dims(argument, x, letters, **sizes)
+    checks.floating(argument, x)
+    if isinstance(x, mxfp8.MXFP8Tensor):
+        check_tensor(argument, x, token_axis)
+    if recipe is not None:
+        check_blocks(argument, x, token_axis, usage)
+    return sizes
+
+
+def check_tensor(argument: str, t: mxfp8.MXFP8Tensor, token_axis: int, *usages: str) -> None:
+    mxfp8.check(argument, t, *usages)
+    if t.token_axis != token_axis:
+        raise checks.found(argument, t, f"token_axis={token_axis}")
+
+
+def check_blocks(argument: str, x: Operand, token_axis: int, *usages: str) -> None:
+    """Errors unless x has these copies, or can be cut into them."""
+    if isinstance(x, mxfp8.MXFP8Tensor):
+        mxfp8.check(argument, x, *usages)
+        return
+    mxfp8.check_dtype(argument, x.dtype)
+    for usage in usages:
+        mxfp8.blocked_axis(argument, x, usage, token_axis)
+
+
+def quantize(x: Operand, usages: tuple[str, ...], token_axis: int, dtype: np.dtype) -> mxfp8.MXFP8Tensor:
+    """x with these copies, no proxy, and the logical dtype `dtype`, which x's own may be wider than."""
+    if isinstance(x, mxfp8.MXFP8Tensor):
+        return x.detach()
+    usage = "both" if len(usages) == 2 else usages[0]
+    return mxfp8.raw_quantize(mxfp8.Static(usage, token_axis, "up", jnp.dtype(dtype), None), x).detach()
+
+
+def keep(x: Operand, usage: str | None = None) -> Operand:
+    """What the backward pass keeps: an array, or one copy of a tensor, by default the first it has. As bytes: scan
+    stacks residuals, and XLA may widen fp8 arrays."""
+    if not isinstance(x, mxfp8.MXFP8Tensor):
+        return x
+    return x.detach().only(x.usages[0] if usage is None else usage).bytes()
+
+
+def read(x: Operand, dtype, usage: str | None = None) -> jax.Array:
+    """The values in `dtype`: of a tensor those of the copy, by default of the first it has."""
+    if not isinstance(x, mxfp8.MXFP8Tensor):
+        return x.astype(dtype)
+    return mxfp8.raw_dequantize(jnp.dtype(dtype), x.detach() if usage is None else x.detach().only(usage))
+
+
+def named(x: Operand, name: str) -> Operand:
+    """x under a checkpoint name; of a tensor the codes and scales, since a policy is not to keep a proxy."""
+    if not isinstance(x, mxfp8.MXFP8Tensor):
+        return checkpoint_name(x, name)
+    return dataclasses.replace(checkpoint_name(x.detach().bytes(), name), proxy=x.proxy)
+
+
+def products(dtype: np.dtype) -> np.dtype:
+    """What MXFP8 values of a logical dtype are multiplied in: exact in it, as they are not in float16."""
+    return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
+
+
+def like(x: Operand) -> jax.Array:
+    """No numbers, but x's logical dtype and how it is spread over a mesh: for `sharding.cotangent`."""
+    if isinstance(x, mxfp8.MXFP8Tensor):
+        x = mxfp8.make_proxy(x.copy(x.usages[0])[0], x.dtype)
+    return x[..., :0]
+
+
+def give(given: Kind, token_axis: int, dtype: np.dtype, gradient: jax.Array | None) -> Operand:
+    """A gradient as the cotangent of an operand of that kind and logical dtype."""
+    return gradient if given == "array" else mxfp8.MXFP8Tensor(None, None, None, None, dtype, token_axis, gradient)
+
+
+OUTS = (None, "mxfp8")
+
+
+def check_out(out: str | None, x: Operand, **widths: int) -> None:
+    """`out`, and that what it asks for can be cut into blocks: x's tokens, axis -2, and the named last dims."""
+    checks.choice("out", out, OUTS)
+    if out is None:
+        return
+    mxfp8.check_dtype("x", x.dtype)
+    array = x.copy(x.usages[0])[0] if isinstance(x, mxfp8.MXFP8Tensor) else x
+    mxfp8.blocked_axis("x", array, "columnwise", -2)
+    for name, width in widths.items():
+        if width % mxfp8.BLOCK:
+            raise ValueError(f"out: found 'mxfp8' for {name} of {width}, wanted a multiple of {mxfp8.BLOCK}")
