@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import tqdm
 
-from flax_examples import data, model
+from flax_examples import data, model, packing
 from flax_examples.checkpoint import Checkpoints
 from flax_examples.options import Settings
 
@@ -41,7 +41,8 @@ class Programs:
 
     apply: model.Apply
     optimizer: optax.GradientTransformation
-    train_step: Callable  # params, optimiser state, windows [B, T + 1] -> params, state, (loss, gradient norm)
+    train_step: Callable  # params, optimiser state, batch -> params, state, (loss, gradient norm); a batch is
+    # windows [B, T + 1], or packing.Rows with --pack
     losses: Callable  # params, windows [EVAL_BATCH, T + 1] -> mean nats per byte of each window, [EVAL_BATCH]
 
 
@@ -60,9 +61,12 @@ def programs(settings: Settings) -> Programs:
         ),
     )
 
+    def mean_loss(params, batch):
+        return model.packed_loss(apply, params, batch) if settings.pack else model.losses(apply, params, batch).mean()
+
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def train_step(params, state, windows):
-        loss, gradient = jax.value_and_grad(lambda params: model.losses(apply, params, windows).mean())(params)
+    def train_step(params, state, batch):
+        loss, gradient = jax.value_and_grad(mean_loss)(params, batch)
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, (loss, optax.tree.norm(gradient))
 
@@ -96,7 +100,7 @@ class Trainer:
 
     settings: Settings
     compiled: Programs
-    windows: data.Windows
+    source: data.Windows | packing.PackedRows
     heldout: Heldout
     checkpoints: Checkpoints
     out: pathlib.Path
@@ -110,7 +114,8 @@ class Trainer:
 
     def __post_init__(self):
         self._pending, self._first = [], True
-        self._mark, self._marked_step = time.perf_counter(), self.step
+        self._tokens = 0
+        self._restart_clock()
 
     def train(self, *, last: int, eval_every: int, checkpoint_every: int) -> None:
         """Steps up to `last`. Raises Stopped at an interrupt, and at `last` if that is not the run's end."""
@@ -143,10 +148,11 @@ class Trainer:
             self.evaluate()
 
     def _train_step(self) -> None:
-        batch = self.windows.batch(self.step, self.settings.batch)
+        batch = self.source.batch(self.step, self.settings.batch)
         self.params, self.state, numbers = self.compiled.train_step(self.params, self.state, batch)
         self.step += 1
         self._pending.append(numbers)
+        self._tokens += int(np.count_nonzero(batch.segment_ids)) if self.settings.pack else batch[:, 1:].size
         if self._first:  # compiling is no part of the speed
             jax.block_until_ready(numbers)
             self._first = False
@@ -167,16 +173,15 @@ class Trainer:
         self._pending = []
         bits = float(loss.mean()) / math.log(2)
         self.history["loss"].append([self.step, round(bits, 5)])
-        seconds, steps = time.perf_counter() - self._mark, self.step - self._marked_step
+        seconds = time.perf_counter() - self._mark
         self.history["timed_seconds"] += seconds
-        self.history["timed_steps"] += steps
-        if steps:
-            speed = steps * self.settings.batch * self.settings.window / seconds
-            bar.set_postfix_str(f"{bits:.3f} bits/byte, {speed:,.0f} tokens/s", refresh=False)
+        self.history["timed_tokens"] += self._tokens
+        if self._tokens:
+            bar.set_postfix_str(f"{bits:.3f} bits/byte, {self._tokens / seconds:,.0f} tokens/s", refresh=False)
         self._restart_clock()
 
     def _restart_clock(self) -> None:
-        self._mark, self._marked_step = time.perf_counter(), self.step
+        self._mark, self._tokens = time.perf_counter(), 0
 
     def evaluate(self) -> None:
         bits = self.heldout.bits_per_byte(self.compiled.losses, self.params)

@@ -14,7 +14,7 @@ from flax_examples.model import MODULES
 from flax_examples.presets import PRESETS, Preset
 
 # Options that are settings of the run: they are stored in its checkpoints, and --resume takes them from there.
-SETTINGS = ("preset", "module", "dtype", "seed", "steps", "batch", "window", "learning_rate")
+SETTINGS = ("preset", "module", "dtype", "seed", "steps", "batch", "window", "learning_rate", "pack", "pack_multiple")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Settings(Preset):
     module: str = "linen"
     dtype: str = "float32"
     seed: int = 0
+    pack: bool = False
+    pack_multiple: int = 1
 
     def to_json(self) -> dict:
         return json.loads(json.dumps(dataclasses.asdict(self)))  # what a JSON file gives back: lists, no tuples
@@ -61,6 +63,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in ("steps", "batch", "window"):
         add(f"--{name}", type=_integer(1, 2**31 - 1), help="default: the preset's")
     add("--learning-rate", type=_positive, help="its peak; default: the preset's")
+    add("--pack", action="store_true", default=None, help="train on rows of several files and pieces of files")
+    add(
+        "--pack-multiple",
+        type=_integer(1, 2**31 - 1),
+        metavar="TOKENS",
+        help="with --pack, start each sequence at a multiple of this; default: 1",
+    )
     add("--eval-every", type=_integer(1), metavar="STEPS", help="held-out evaluation; default: a quarter of the run")
     add("--checkpoint-every", type=_integer(1), metavar="STEPS", help="default: a quarter of the run")
     add("--stop-after", type=_integer(1), metavar="STEP", help="save and end once this step is done")
@@ -135,6 +144,10 @@ def settle(options: argparse.Namespace, saved: dict | None) -> Settings:
     preset = PRESETS[asked["preset"]]
     fields = {field.name: getattr(preset, field.name) for field in dataclasses.fields(preset)}
     settings = Settings(**fields | asked)
+    if options.pack_multiple is not None and not settings.pack:
+        raise InputError(f"--pack-multiple: found {options.pack_multiple} without --pack, wanted both or neither")
+    if settings.pack_multiple > settings.window:
+        raise InputError(f"--pack-multiple: found {settings.pack_multiple}, wanted at most window = {settings.window}")
     if saved is not None:  # the table of presets may have been edited since
         for name, value in _flatten(settings.to_json()).items():
             if value != (found := _flatten(saved).get(name)) and name != "about":

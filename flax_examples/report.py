@@ -34,10 +34,18 @@ def summary(record: dict) -> str:
         f"order-2 model fitted on all {record['data']['train_bytes']:,} bytes": bits["order2_whole"],
     }
     width = max(map(len, rows))
+    packing = []
+    if packed := record["packed"]:
+        multiple = record["settings"]["pack_multiple"]
+        packing.append(
+            f"{packed['sequences']:,} sequences in {packed['rows']:,} rows, {packed['fill']:.1%} filled"
+            + f"; each starts at a multiple of {multiple}" * (multiple > 1)
+        )
     return "\n".join(
         [
             f"\nbits per byte over {scored['heldout_bytes']:,} held-out bytes in {scored['windows']} windows:",
             *(f"  {name:{width}}  {value:6.3f}" for name, value in rows.items()),
+            *packing,
             f"{record['tokens']:,} tokens, {record['tokens_per_second']:,} a second in training;"
             f" {record['seconds'] / 60:.1f} minutes in all",
             "\nthe end of a held-out window, and after the mark what the model writes:",
@@ -58,7 +66,8 @@ def curve(settings: Settings, history: dict, bits: dict[str, float]) -> bytes:
     axes = figure.add_subplot(
         xlabel="step",
         ylabel="bits per byte",
-        title=f"{settings.preset}, {settings.module}, {settings.dtype}, seed {settings.seed}",
+        title=f"{settings.preset}, {settings.module}, {settings.dtype}, seed {settings.seed}"
+        + ", packed" * settings.pack,
     )
     steps, losses = np.array(history["loss"]).T
     axes.plot(steps, losses, linewidth=0.8, color="tab:blue", alpha=0.6, label="training")

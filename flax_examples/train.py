@@ -16,7 +16,7 @@ if __name__ == "__main__":
 import jax
 import tqdm
 
-from flax_examples import checkpoint, data, loop, model, ngram, options, report
+from flax_examples import checkpoint, data, loop, model, ngram, options, packing, report
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,11 +57,14 @@ def run(asked) -> None:
     settings = options.settle(asked, saved and saved["settings"])
 
     # All that can be wrong with the data is found before anything is compiled or written.
-    source = saved["data"] if saved else {"paths": (), "globs": ()}
-    corpus = data.load_corpus(asked.data or source["paths"], asked.glob or source["globs"])
+    named = saved["data"] if saved else {"paths": (), "globs": ()}
+    corpus = data.load_corpus(asked.data or named["paths"], asked.glob or named["globs"])
     if saved:
         options.check_data(saved["data"], corpus.summary)
-    windows = data.Windows(corpus.train, settings.window, settings.seed)
+    if settings.pack:
+        source = packing.PackedRows(corpus.train, settings.window, settings.seed, settings.pack_multiple)
+    else:
+        source = data.Windows(corpus.train, settings.window, settings.seed)
     heldout = loop.Heldout(corpus.heldout, settings)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -80,18 +83,19 @@ def run(asked) -> None:
         history = saved["history"]
     else:
         params, state = jax.device_put(initial(), jax.devices()[0])
-        history = {"seconds": 0.0, "timed_seconds": 0.0, "timed_steps": 0, "loss": [], "evals": []}
+        history = {"seconds": 0.0, "timed_seconds": 0.0, "timed_tokens": 0, "loss": [], "evals": []}
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     tqdm.tqdm.write(
         f"{settings.preset}, {settings.module}, {settings.dtype}: {size:,} parameters on {report.device()}\n"
         + "{train_bytes:,} bytes of text in {train_files} files, {heldout_bytes:,} more in {heldout_files} files held"
         " out; {empty_files} files are empty".format_map(corpus.summary)
+        + f"\npacked rows of {settings.window} tokens" * settings.pack
         + (f"\nresumed at step {step} of {settings.steps}" if saved else "")
     )
     trainer = loop.Trainer(
         settings=settings,
         compiled=compiled,
-        windows=windows,
+        source=source,
         heldout=heldout,
         checkpoints=checkpoints,
         out=out,
@@ -110,7 +114,9 @@ def run(asked) -> None:
         checkpoint_every=asked.checkpoint_every or quarter,
     )
 
-    seen = windows.seen(settings.steps * settings.batch)
+    samples = settings.steps * settings.batch
+    seen = source.seen(samples)
+    packed = source.summary(samples) if settings.pack else None
     evals = history["evals"]
     bits = {
         "before": evals[0]["bits_per_byte"],
@@ -120,7 +126,6 @@ def run(asked) -> None:
     }
     prompt = heldout.windows[len(heldout.windows) // 2, 1:]
     sample = model.generate(compiled.apply, trainer.params, prompt, asked.sample_bytes, settings.seed)
-    tokens = settings.batch * settings.window
     record = {
         "settings": settings.to_json(),
         "data": corpus.summary,
@@ -135,9 +140,10 @@ def run(asked) -> None:
             "order2_context_bytes": "2, also at the start of a window",
         },
         "distinct_bytes_seen": seen.size,
-        "tokens": settings.steps * tokens,
-        "tokens_per_second": round(history["timed_steps"] * tokens / max(history["timed_seconds"], 1e-9)),
+        "tokens": packed["tokens"] if packed else samples * settings.window,
+        "tokens_per_second": round(history["timed_tokens"] / max(history["timed_seconds"], 1e-9)),
         "seconds": round(time.perf_counter() - trainer.began, 1),
+        "packed": packed,
         "passed_order2_whole": next((e for e in evals if e["bits_per_byte"] < order2_whole), None),
         "evals": evals,
         "loss": history["loss"],  # [step, mean bits per byte of the steps since the entry before]

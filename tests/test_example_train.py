@@ -194,6 +194,28 @@ def test_an_interrupt_saves_and_says_how_to_go_on(number, text, tmp_path, capfd,
     assert signal.getsignal(number) is handler
 
 
+def test_packed_rows_train_and_leave_their_record(text, tmp_path, capfd):
+    """Neither stopping and resuming nor the other module changes a bit."""
+    packed = ("--pack", "--pack-multiple", 5)
+    assert start(text, tmp_path / "straight", *packed) == 0
+    run = record(tmp_path / "straight")
+    assert run["bits_per_byte"]["after"] < run["bits_per_byte"]["before"] - 2.5
+    assert run["settings"] | {"pack": True, "pack_multiple": 5} == run["settings"]
+    rows = run["packed"]
+    assert rows["rows"] == 40 * TINY.batch < rows["sequences"] / 2
+    assert run["tokens"] == rows["tokens"] and rows["fill"] == round(rows["tokens"] / (320 * TINY.window), 4)
+    assert 0.8 < rows["fill"] < 1 and run["distinct_bytes_seen"] == rows["predicted_bytes"] <= rows["tokens"]
+    assert f"{rows['sequences']:,} sequences in 320 rows" in capfd.readouterr().out
+
+    out = tmp_path / "resumed"
+    assert start(text, out, *packed, "--module", "nnx", "--stop-after", 17) == 0
+    assert train.main(["--resume", "--out", str(out), "--pack-multiple", "8"]) == 2
+    assert "--pack-multiple: found 5 in the checkpoint, wanted 8" in capfd.readouterr().err
+    assert train.main(["--resume", "--out", str(out)]) == 0
+    assert_same(saved(out)[1], saved(tmp_path / "straight")[1])
+    assert record(out)["packed"] == rows and record(out)["sample"] == run["sample"]
+
+
 # Trouble ----------------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +233,9 @@ def test_an_interrupt_saves_and_says_how_to_go_on(number, text, tmp_path, capfd,
         (["--learning-rate", "nan"], ["--learning-rate", "found 'nan'"]),
         (["--no-such-option"], ["--no-such-option"]),
         (["--resume"], ["--resume", "found no checkpoint in"]),
+        (["--pack-multiple", "8"], ["--pack-multiple", "found 8 without --pack"]),
+        (["--pack", "--pack-multiple", "33"], ["--pack-multiple", "found 33", "at most window = 32"]),
+        (["--pack", "--pack-multiple", "0"], ["--pack-multiple", "found '0'", "at least 1"]),
     ],
 )
 def test_wrong_input_is_one_line_and_writes_nothing(more, parts, text, tmp_path, capfd):
@@ -251,6 +276,8 @@ def test_a_run_is_never_overwritten(straight, text, capfd):
         (["--batch", "4"], ["--batch", "found 8", "wanted 4"]),
         (["--window", "16"], ["--window", "found 32", "wanted 16"]),
         (["--learning-rate", "0.1"], ["--learning-rate", "found 0.01", "wanted 0.1"]),
+        (["--pack"], ["--pack", "found False", "wanted True"]),
+        (["--pack-multiple", "8"], ["--pack-multiple", "found 1", "wanted 8"]),
         (["--glob", "[a-d]*.py"], ["--data: fingerprint", "bytes)"]),
     ],
 )
