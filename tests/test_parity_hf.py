@@ -1,18 +1,16 @@
 """The layer against Hugging Face's DeepseekV3Attention in torch on the CPU: forward and every gradient, float32.
 
-Each case checks itself and leaves its errors in the run's temporary folder; the case that completes the set writes
-docs/parity.md (so this works under pytest-xdist too, and a partial or failing run leaves the file alone).
+The other parity tests run the golden and the layer through this file.
 """
 
 import json
 import math
-import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_parity_document as document
 
 from jax_mla import MLAConfig, convert, mla
 
@@ -61,6 +59,17 @@ TENSORS = [
     *("o_proj.weight", "o_proj.bias"),
 ]
 
+COLUMNS = ["forward", *TENSORS]
+
+TITLE = "float32"
+TEXT = f"""
+Fails above {document.bound(TOLERANCE)}. Batch {B}, {T} tokens, causal, positions with offsets and gaps,
+{HF["num_attention_heads"]} heads, head dims {HF["qk_nope_head_dim"]} + {HF["qk_rope_head_dim"]} and {HF["v_head_dim"]}.
+`linen.MLA` and `nnx.MLA` are the Flax modules; the other rows are the function `mla`.
+"""
+ROWS = [*CASES, *(f"{name}.MLA: {MODULE_CASE}" for name in ("linen", "nnx"))]
+SECTIONS = [document.Section(TITLE, TEXT, ROWS, COLUMNS)]
+
 
 # --- The golden ---------------------------------------------------------------------------------------------------
 
@@ -93,21 +102,24 @@ def weights(module, seed):
     return {key: value.astype(np.float32) for key, value in state.items()}
 
 
-def run_golden(config, state, positions, x, cotangent):
-    """Output, and gradients by Hugging Face's names."""
+def run_golden(config, state, positions, x, cotangent, *, mask=None, dtype="float32"):
+    """Output, and gradients by Hugging Face's names, all as float32. mask: additive [B, 1, T, T], by default causal."""
     import torch
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
     torch.set_float32_matmul_precision("highest")
     module = DeepseekV3Attention(config, layer_idx=0).eval()
     module.load_state_dict({key: torch.tensor(value) for key, value in state.items()}, strict=True)
-    hidden = torch.tensor(x, requires_grad=True)
-    mask = torch.full((T, T), -math.inf).triu(1)[None, None]
+    dtype = getattr(torch, dtype)
+    module.to(dtype)
+    hidden = torch.tensor(x).to(dtype).requires_grad_()
+    mask = torch.full((T, T), -math.inf).triu(1)[None, None] if mask is None else torch.tensor(mask)
     tables = DeepseekV3RotaryEmbedding(config)(hidden, torch.tensor(positions))
-    y, _ = module(hidden_states=hidden, position_embeddings=tables, attention_mask=mask)
-    y.backward(torch.tensor(cotangent))
-    gradients = {name: parameter.grad.numpy() for name, parameter in module.named_parameters()}
-    return y.detach().numpy(), {"hidden_states": hidden.grad.numpy(), **gradients}
+    y, _ = module(hidden_states=hidden, position_embeddings=tables, attention_mask=mask.to(dtype))
+    assert y.dtype == dtype
+    y.backward(torch.tensor(cotangent).to(dtype))
+    gradients = {"hidden_states": hidden.grad, **{name: p.grad for name, p in module.named_parameters()}}
+    return y.detach().float().numpy(), {name: gradient.float().numpy() for name, gradient in gradients.items()}
 
 
 def parameters(config, seed=0):
@@ -119,18 +131,27 @@ def parameters(config, seed=0):
 # --- The comparison -----------------------------------------------------------------------------------------------
 
 
-def run_ours(apply, config, state, positions, x, cotangent):
-    """The same of `apply(params, x, positions)`."""
-    params = {name: jnp.asarray(value) for name, value in convert.from_hf(state, config).items()}
+def differentiate(apply):
+    """y, dparams, dx of `apply(params, x, positions)`: what `run_ours` runs, compiled once for all calls alike."""
 
     @jax.jit
-    def forward_and_gradients(params, x):
-        y, pullback = jax.vjp(lambda params, x: apply(params, x, jnp.asarray(positions)), params, x)
-        return y, *pullback(jnp.asarray(cotangent))
+    def run(params, x, positions, cotangent):
+        y, pullback = jax.vjp(lambda params, x: apply(params, x, positions), params, x)
+        return y, *pullback(cotangent)
 
+    return run
+
+
+def run_ours(run, config, state, positions, x, cotangent, *, dtype="float32", param_dtype=None):
+    """The same of ours. positions: None for the layer's own."""
+    params = convert.from_hf(state, config)
+    params = {name: jnp.asarray(value, param_dtype or dtype) for name, value in params.items()}
+    given = None if positions is None else jnp.asarray(positions)
     with jax.default_matmul_precision("highest"):
-        y, dparams, dx = forward_and_gradients(params, jnp.asarray(x))
-    return np.asarray(y), {"hidden_states": np.asarray(dx), **convert.to_hf(dparams, config)}
+        y, dparams, dx = run(params, jnp.asarray(x, dtype), given, jnp.asarray(cotangent, dtype))
+    assert y.dtype == dx.dtype == dtype and all(dparams[name].dtype == params[name].dtype for name in params)
+    y, dparams, dx = jax.tree.map(lambda a: np.asarray(a.astype(jnp.float32)), (y, dparams, dx))
+    return y, {"hidden_states": dx, **convert.to_hf(dparams, config)}
 
 
 def relative_errors(ours, golden):
@@ -152,18 +173,21 @@ def compare(case, apply, seed=0):
     given = inputs(config, seed + 1)
     # to_hf's output is what the golden loads.
     loaded = convert.to_hf(convert.from_hf(state, config), config)
-    errors = relative_errors(
-        run_ours(lambda params, x, positions: apply(params, x, config, positions), config, state, *given),
-        run_golden(theirs, loaded, *given),
-    )
-    wrong = {name: error for name, error in errors.items() if not error <= TOLERANCE}
-    assert not wrong, wrong
+    run = differentiate(lambda params, x, positions: apply(params, x, config, positions))
+    errors = relative_errors(run_ours(run, config, state, *given), run_golden(theirs, loaded, *given))
+    assert_within(errors)
     return errors
 
 
+def assert_within(errors, tolerance=TOLERANCE):
+    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not wrong, wrong
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_mla(case, report):
-    report(case, compare(case, lambda params, x, config, positions: mla(params, x, config, positions=positions)))
+def test_mla(case, tmp_path_factory):
+    errors = compare(case, lambda params, x, config, positions: mla(params, x, config, positions=positions))
+    document.report(tmp_path_factory, TITLE, case, errors)
 
 
 def apply_linen(params, x, config, positions):
@@ -183,9 +207,9 @@ def apply_nnx(params, x, config, positions):
 
 
 @pytest.mark.parametrize("apply", [apply_linen, apply_nnx])
-def test_flax_modules(apply, report):
-    name = apply.__name__.removeprefix("apply_")
-    report(f"{name}.MLA: {MODULE_CASE}", compare(MODULE_CASE, apply, seed=7))
+def test_flax_modules(apply, tmp_path_factory):
+    row = f"{apply.__name__.removeprefix('apply_')}.MLA: {MODULE_CASE}"
+    document.report(tmp_path_factory, TITLE, row, compare(MODULE_CASE, apply, seed=7))
 
 
 @pytest.mark.parametrize(
@@ -216,84 +240,3 @@ def test_the_comparison_sees_a_wrong_setting(change):
     params = convert.from_hf(state, config)
     y, changed = (np.asarray(mla(params, jnp.asarray(x), c, positions=jnp.asarray(positions))) for c in (config, wrong))
     assert np.abs(changed - y).max() / np.abs(y).max() > 20 * TOLERANCE
-
-
-# --- docs/parity.md -----------------------------------------------------------------------------------------------
-
-DOCUMENT = Path(__file__).parents[1] / "docs" / "parity.md"
-ROWS = [*CASES, *(f"{name}.MLA: {MODULE_CASE}" for name in ("linen", "nnx"))]
-COLUMNS = ["forward", *TENSORS]
-HEADER = f"""\
-# Parity with PyTorch
-
-`jax_mla` against Hugging Face's `DeepseekV3Attention` (eager attention, causal mask) in torch on the CPU, all in
-float32, with the same weights through `convert.from_hf` and `to_hf`: the output, then the gradient of every input and
-parameter for a random cotangent. A number bounds max |ours - golden| / max |golden| of its tensor; the tests fail above
-1e-5.
-
-Batch {B}, {T} tokens, positions with offsets and gaps, {HF["num_attention_heads"]} heads, head dims \
-{HF["qk_nope_head_dim"]} + {HF["qk_rope_head_dim"]} and {HF["v_head_dim"]}.
-`linen.MLA` and `nnx.MLA` are the Flax modules; the other rows are the function `mla`.
-
-Written by tests/test_parity_hf.py, with the versions installed where it ran. A bound stays while it holds and is within
-ten times of what is measured, so that another machine does not change this file.
-"""
-
-
-@pytest.fixture
-def report(tmp_path_factory):
-    """Keeps a row; whoever completes the set writes the document."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # the one that all workers share
-    folder = folder / "parity"
-    folder.mkdir(exist_ok=True)
-
-    def keep(row, errors):
-        replace(folder / f"{ROWS.index(row)}.json", json.dumps(errors))
-        files = [folder / f"{number}.json" for number in range(len(ROWS))]
-        if all(file.exists() for file in files):
-            write_document({name: json.loads(file.read_text()) for name, file in zip(ROWS, files, strict=True)})
-
-    return keep
-
-
-def replace(path, text):
-    """In one step, so that no other worker reads half a file."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
-def write_document(measured):
-    old = DOCUMENT.read_text(encoding="utf-8") if DOCUMENT.exists() else ""
-    bounds = read_bounds(old)
-    lines = ["| | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for row, errors in measured.items():
-        cells = [bound(errors[c], bounds.get((row, c))) if c in errors else "" for c in COLUMNS]
-        lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    text = HEADER + "\n" + "\n".join(lines) + "\n"
-    if text != old:
-        replace(DOCUMENT, text)
-
-
-def read_bounds(text):
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    if not rows:
-        return {}
-    return {(row[0], name): cell for row in rows[2:] for name, cell in zip(rows[0][1:], row[1:], strict=False)}
-
-
-def bound(error, old):
-    """`old` if it is still a fair bound, else the error rounded up to 1, 2 or 5 times a power of ten."""
-    if old and error <= float(old) <= 10 * max(error, 1e-8):
-        return old
-    exponent = math.floor(math.log10(max(error, 1e-8)))
-    digits = next(d for d in (1, 2, 5, 10) if error <= d * 10.0**exponent)
-    return f"{digits * 10.0**exponent:.0e}".replace("e-0", "e-")
-
-
-def test_bounds_round_up_and_stay():
-    assert [bound(e, None) for e in (0.0, 1e-6, 1.01e-6, 2.3e-6, 6e-7)] == ["1e-8", "1e-6", "2e-6", "5e-6", "1e-6"]
-    assert bound(9e-7, "5e-6") == "5e-6" and bound(4e-7, "5e-6") == "5e-7" and bound(6e-6, "5e-6") == "1e-5"
-    assert bound(0.0, "1e-8") == "1e-8"
