@@ -15,7 +15,8 @@ from jax_mla.config import MLAConfig, RopeConfig, YarnScaling
 from jax_mla.dispatch import implementations
 from jax_mla.kv_up import kv_up_proj_rope
 from jax_mla.layer import mla
-from jax_mla.mxfp8 import MXFP8Tensor, dequantize, quantize_mxfp8
+from jax_mla.mxfp8 import dequantize, quantize_mxfp8
+from jax_mla.mxfp8_tensor import MXFP8Tensor
 from jax_mla.norm import rms_norm
 from jax_mla.norm_quantize import rms_norm_quantize
 from jax_mla.params import init, logical_axes, quantize_params

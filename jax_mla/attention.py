@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import blockwise, checks, dispatch, mxfp8, operands, segments, sharding
+from jax_mla import blockwise, checks, dispatch, operands, segments, sharding
+from jax_mla.mxfp8_bits import BLOCK
 from jax_mla.operands import Operand
 
 CAUSAL = (False, True, "bottom_right")
@@ -32,7 +33,7 @@ def attention(
     """o = softmax(scale q k^T + mask) v, head by head, without a T x S matrix.
 
     q: floating [B, T, H, D]; k: [B, S, H, D]; v: [B, S, H, V], all of one dtype. scale: Python float, None is D^-0.5
-    (an explicit 0.0 is honoured). All three may be an `MXFP8Tensor` of token_axis -3; both passes compute with the values
+    (an explicit 0.0 is honoured). All three may be an `MXFP8Tensor`, token_axis -3; both passes compute with the values
     of the copies whose blocks run along what the forward pass contracts: q and k row-wise (D), v column-wise (S).
     causal: True lets query i see keys j <= i (top-left, as `jax.nn`); "bottom_right" keys j <= i + S - T; False all.
     segment_ids: integers [B, T], one id a token: queries see keys of their own id only; 0 is padding, whose rows give 0
@@ -56,7 +57,7 @@ def attention(
     quantized = operands.kind(q) != "array"
     if cu_seqlens is not None:
         if quantized:
-            segments.check_starts("cu_seqlens", cu_seqlens, mxfp8.BLOCK)
+            segments.check_starts("cu_seqlens", cu_seqlens, BLOCK)
         segment_ids = _packed_ids(q, k, cu_seqlens, segment_ids, kv_segment_ids)
         one_row = segment_ids.ndim == 1
         if one_row:
@@ -86,8 +87,8 @@ def attention(
     return_max_logit = checks.static_bool("return_max_logit", return_max_logit)
     q_ids, k_ids = segments.check(segment_ids, kv_segment_ids, **sizes)
     if quantized:
-        segments.check_blocks("segment_ids", segment_ids, mxfp8.BLOCK)
-        segments.check_blocks("kv_segment_ids", kv_segment_ids, mxfp8.BLOCK)
+        segments.check_blocks("segment_ids", segment_ids, BLOCK)
+        segments.check_blocks("kv_segment_ids", kv_segment_ids, BLOCK)
     static = Static(
         kinds=tuple(map(operands.kind, (q, k, v))),
         scale=scale,

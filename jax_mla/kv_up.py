@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 
 from jax_mla import checks, dispatch, linear, mxfp8, norm, operands, rope, rope_kv, sharding
-from jax_mla.mxfp8 import MXFP8Tensor
+from jax_mla.mxfp8_tensor import MXFP8Tensor
 from jax_mla.operands import Operand
 from jax_mla.q_up import check_norm
 

@@ -14,6 +14,7 @@ from jax_mla.attention import attention
 from jax_mla.config import MLAConfig
 from jax_mla.kv_up import kv_up_proj_rope
 from jax_mla.linear import linear
+from jax_mla.mxfp8_bits import BLOCK
 from jax_mla.q_up import q_up_proj_rope
 from jax_mla.rope import rope_tables
 
@@ -58,7 +59,7 @@ def mla(
     if segment_ids is not None:
         segment_ids = segments.check_ids("segment_ids", segment_ids, B=batch, T=length)
         if recipe is not None:
-            segments.check_blocks("segment_ids", segment_ids, mxfp8.BLOCK)
+            segments.check_blocks("segment_ids", segment_ids, BLOCK)
     if positions is None:
         positions = (
             jnp.arange(length, dtype=jnp.int32) if segment_ids is None else segments.positions_within(segment_ids)

@@ -20,16 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import checks, mxfp8
+from jax_mla import checks, mxfp8, mxfp8_tensor
+from jax_mla.mxfp8_bits import BLOCK
+from jax_mla.mxfp8_tensor import MXFP8Tensor
 
 RECIPES = (None, "mxfp8")
 
-Operand = jax.Array | mxfp8.MXFP8Tensor
+Operand = jax.Array | MXFP8Tensor
 Kind = Literal["array", "tensor", "frozen"]  # "frozen": a tensor without proxy
 
 
 def kind(x: Operand) -> Kind:
-    if not isinstance(x, mxfp8.MXFP8Tensor):
+    if not isinstance(x, MXFP8Tensor):
         return "array"
     return "frozen" if x.proxy is None else "tensor"
 
@@ -44,32 +46,32 @@ def check(argument: str, x: Operand, letters: str, recipe: str | None, token_axi
     Returns the sizes."""
     sizes = checks.dims(argument, x, letters, **sizes)
     checks.floating(argument, x)
-    if isinstance(x, mxfp8.MXFP8Tensor):
+    if isinstance(x, MXFP8Tensor):
         check_tensor(argument, x, token_axis)
     if recipe is not None:
         check_blocks(argument, x, token_axis, usage)
     return sizes
 
 
-def check_tensor(argument: str, t: mxfp8.MXFP8Tensor, token_axis: int, *usages: str) -> None:
-    mxfp8.check(argument, t, *usages)
+def check_tensor(argument: str, t: MXFP8Tensor, token_axis: int, *usages: str) -> None:
+    mxfp8_tensor.check(argument, t, *usages)
     if t.token_axis != token_axis:
         raise checks.found(argument, t, f"token_axis={token_axis}")
 
 
 def check_blocks(argument: str, x: Operand, token_axis: int, *usages: str) -> None:
     """Errors unless x has these copies, or can be cut into them."""
-    if isinstance(x, mxfp8.MXFP8Tensor):
-        mxfp8.check(argument, x, *usages)
+    if isinstance(x, MXFP8Tensor):
+        mxfp8_tensor.check(argument, x, *usages)
         return
-    mxfp8.check_dtype(argument, x.dtype)
+    mxfp8_tensor.check_dtype(argument, x.dtype)
     for usage in usages:
-        mxfp8.blocked_axis(argument, x, usage, token_axis)
+        mxfp8_tensor.blocked_axis(argument, x, usage, token_axis)
 
 
-def quantize(x: Operand, usages: tuple[str, ...], token_axis: int, dtype: np.dtype) -> mxfp8.MXFP8Tensor:
+def quantize(x: Operand, usages: tuple[str, ...], token_axis: int, dtype: np.dtype) -> MXFP8Tensor:
     """x with these copies, no proxy, and the logical dtype `dtype`, which x's own may be wider than."""
-    if isinstance(x, mxfp8.MXFP8Tensor):
+    if isinstance(x, MXFP8Tensor):
         return x.detach()
     usage = "both" if len(usages) == 2 else usages[0]
     return mxfp8.raw_quantize(mxfp8.Static(usage, token_axis, "up", jnp.dtype(dtype), None), x).detach()
@@ -78,21 +80,21 @@ def quantize(x: Operand, usages: tuple[str, ...], token_axis: int, dtype: np.dty
 def keep(x: Operand, usage: str | None = None) -> Operand:
     """What the backward pass keeps: an array, or one copy of a tensor, by default the first it has. As bytes: scan
     stacks residuals, and XLA may widen fp8 arrays."""
-    if not isinstance(x, mxfp8.MXFP8Tensor):
+    if not isinstance(x, MXFP8Tensor):
         return x
     return x.detach().only(x.usages[0] if usage is None else usage).bytes()
 
 
 def read(x: Operand, dtype, usage: str | None = None) -> jax.Array:
     """The values in `dtype`: of a tensor those of the copy, by default of the first it has."""
-    if not isinstance(x, mxfp8.MXFP8Tensor):
+    if not isinstance(x, MXFP8Tensor):
         return x.astype(dtype)
     return mxfp8.raw_dequantize(jnp.dtype(dtype), x.detach() if usage is None else x.detach().only(usage))
 
 
 def named(x: Operand, name: str) -> Operand:
     """x under a checkpoint name; of a tensor the codes and scales, since a policy is not to keep a proxy."""
-    if not isinstance(x, mxfp8.MXFP8Tensor):
+    if not isinstance(x, MXFP8Tensor):
         return checkpoint_name(x, name)
     return dataclasses.replace(checkpoint_name(x.detach().bytes(), name), proxy=x.proxy)
 
@@ -104,14 +106,14 @@ def products(dtype: np.dtype) -> np.dtype:
 
 def like(x: Operand) -> jax.Array:
     """No numbers, but x's logical dtype and how it is spread over a mesh: for `sharding.cotangent`."""
-    if isinstance(x, mxfp8.MXFP8Tensor):
-        x = mxfp8.make_proxy(x.copy(x.usages[0])[0], x.dtype)
+    if isinstance(x, MXFP8Tensor):
+        x = mxfp8_tensor.make_proxy(x.copy(x.usages[0])[0], x.dtype)
     return x[..., :0]
 
 
 def give(given: Kind, token_axis: int, dtype: np.dtype, gradient: jax.Array | None) -> Operand:
     """A gradient as the cotangent of an operand of that kind and logical dtype."""
-    return gradient if given == "array" else mxfp8.MXFP8Tensor(None, None, None, None, dtype, token_axis, gradient)
+    return gradient if given == "array" else MXFP8Tensor(None, None, None, None, dtype, token_axis, gradient)
 
 
 OUTS = (None, "mxfp8")
@@ -122,9 +124,9 @@ def check_out(out: str | None, x: Operand, **widths: int) -> None:
     checks.choice("out", out, OUTS)
     if out is None:
         return
-    mxfp8.check_dtype("x", x.dtype)
-    array = x.copy(x.usages[0])[0] if isinstance(x, mxfp8.MXFP8Tensor) else x
-    mxfp8.blocked_axis("x", array, "columnwise", -2)
+    mxfp8_tensor.check_dtype("x", x.dtype)
+    array = x.copy(x.usages[0])[0] if isinstance(x, MXFP8Tensor) else x
+    mxfp8_tensor.blocked_axis("x", array, "columnwise", -2)
     for name, width in widths.items():
-        if width % mxfp8.BLOCK:
-            raise ValueError(f"out: found 'mxfp8' for {name} of {width}, wanted a multiple of {mxfp8.BLOCK}")
+        if width % BLOCK:
+            raise ValueError(f"out: found 'mxfp8' for {name} of {width}, wanted a multiple of {BLOCK}")

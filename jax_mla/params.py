@@ -11,6 +11,7 @@ import numpy as np
 
 from jax_mla import checks, mxfp8, operands
 from jax_mla.config import MLAConfig
+from jax_mla.mxfp8_tensor import MXFP8Tensor
 
 
 class Spec(NamedTuple):
@@ -87,7 +88,7 @@ def quantize_params(params: Mapping[str, jax.Array], config: MLAConfig, *, usage
     check(params, config)
 
     def quantize(name, spec):
-        if not spec.contracted or isinstance(params[name], mxfp8.MXFP8Tensor):
+        if not spec.contracted or isinstance(params[name], MXFP8Tensor):
             return params[name]
         return mxfp8.quantize_mxfp8(jnp.asarray(params[name]), usage=usage, token_axis=spec.token_axis)
 
@@ -110,7 +111,7 @@ def check(params: Mapping[str, jax.Array], config: MLAConfig) -> None:
             f"params: found {extra or 'nothing'} not in the config's, wanted {missing or 'nothing'} besides"
         )
     for name, spec in wanted.items():
-        if isinstance(params[name], mxfp8.MXFP8Tensor) and spec.contracted:
+        if isinstance(params[name], MXFP8Tensor) and spec.contracted:
             operands.check_tensor(f"params[{name!r}]", params[name], spec.token_axis)
         elif not isinstance(params[name], jax.Array | np.ndarray):
             raise TypeError(f"params[{name!r}]: found {type(params[name]).__name__}, wanted an array (nnx: param[...])")

@@ -6,13 +6,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_mla import checks, dispatch, mxfp8, sharding
+from jax_mla import checks, dispatch, mxfp8_tensor, sharding
+from jax_mla.mxfp8_tensor import MXFP8Tensor
 
 _ROWS, _BLOCKS = 128, 4  # a tile's
 
 
 def swizzle_scales(
-    scales: jax.Array | mxfp8.MXFP8Tensor,
+    scales: jax.Array | MXFP8Tensor,
     *,
     usage: str = "rowwise",
     token_axis: int | None = None,
@@ -42,9 +43,9 @@ def swizzle_scales(
 
     Raises TypeError or ValueError naming the argument, also where the tensor lacks the usage.
     """
-    checks.choice("usage", usage, mxfp8.COPIES)
-    if isinstance(scales, mxfp8.MXFP8Tensor):
-        mxfp8.check("scales", scales, usage)
+    checks.choice("usage", usage, mxfp8_tensor.COPIES)
+    if isinstance(scales, MXFP8Tensor):
+        mxfp8_tensor.check("scales", scales, usage)
         if token_axis is not None and token_axis != scales.token_axis:
             raise checks.found("token_axis", token_axis, f"None or the tensor's own, {scales.token_axis}")
         token_axis, scales = scales.token_axis, scales.copy(usage)[1]
@@ -64,7 +65,7 @@ def unswizzle_scales(
 
     Raises TypeError or ValueError naming the argument, also where the buffer's size is not that of `shape`.
     """
-    checks.choice("usage", usage, mxfp8.COPIES)
+    checks.choice("usage", usage, mxfp8_tensor.COPIES)
     shape = tuple(checks.static_int("shape", size, 0) for size in shape)
     static = _check(jax.ShapeDtypeStruct(shape, jnp.uint8), "shape", usage, token_axis, None)
     *lead, rows, blocks = static.matrices(shape)
@@ -98,7 +99,7 @@ class Static:
 
 def _check(scales, argument: str, usage: str, token_axis: int | None, implementation: dispatch.Choice) -> Static:
     static = Static(
-        usage, mxfp8.check_token_axis(-2 if token_axis is None else token_axis), dispatch.check(implementation)
+        usage, mxfp8_tensor.check_token_axis(-2 if token_axis is None else token_axis), dispatch.check(implementation)
     )
     checks.dims(argument, scales, "... K")
     if scales.dtype != jnp.uint8:

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mla import checks, mxfp8
+from jax_mla import checks, mxfp8_tensor
 from jax_mla.mxfp8_bits import BLOCK, CODES
+from jax_mla.mxfp8_tensor import MXFP8Tensor
 
 _MODE = "MXFP8_1D_SCALING"
 _SCALES = jnp.dtype(jnp.float8_e8m0fnu)
@@ -25,7 +26,7 @@ _FIELDS = ("data", "scale_inv", "scaling_mode", "dq_dtype", "is_colwise", "data_
 _TILE = (128, 4)  # scales along the axis without blocks, and along the one with them
 
 
-def from_te(tensor: Any) -> mxfp8.MXFP8Tensor:
+def from_te(tensor: Any) -> MXFP8Tensor:
     """An `MXFP8Tensor` with the bits of a tensor of Transformer Engine's, and without a proxy, hence without gradients.
 
     tensor: a ScaledTensor1x (a row-wise or a column-wise copy) or a ScaledTensor2x (both) in MXFP8_1D_SCALING, E4M3,
@@ -51,7 +52,7 @@ def from_te(tensor: Any) -> mxfp8.MXFP8Tensor:
     )
 
 
-def to_te(tensor: mxfp8.MXFP8Tensor, quantize: Any = None) -> Any:
+def to_te(tensor: MXFP8Tensor, quantize: Any = None) -> Any:
     """Transformer Engine's tensor with the bits of ours: the inverse of `from_te`; a proxy is dropped.
 
     quantize: the module `transformer_engine.jax.quantize`, or what has its `ScaledTensorFactory` and `ScalingMode`; by
@@ -62,7 +63,7 @@ def to_te(tensor: mxfp8.MXFP8Tensor, quantize: Any = None) -> Any:
 
     Raises TypeError or ValueError for a malformed tensor, or one that has no axis `token_axis`.
     """
-    mxfp8.check("tensor", tensor)
+    mxfp8_tensor.check("tensor", tensor)
     if tensor.ndim < -tensor.token_axis:  # a row-wise copy alone does not need that axis; flatten_axis does
         raise checks.found("tensor", tensor, f"at least {-tensor.token_axis} dims, for its token_axis")
     if quantize is None:
@@ -92,7 +93,7 @@ def to_te(tensor: mxfp8.MXFP8Tensor, quantize: Any = None) -> Any:
     return quantize.ScaledTensorFactory.create_1x(data, scale_inv, is_colwise=colwise, data_layout="N", **common)
 
 
-def _copy(name: str, tensor: Any, colwise: bool | None = None) -> mxfp8.MXFP8Tensor:
+def _copy(name: str, tensor: Any, colwise: bool | None = None) -> MXFP8Tensor:
     """The tensor of one copy. name: of the ScaledTensor1x, for errors; colwise: which copy it has to be."""
     kind = type(tensor).__name__
     if missing := [field for field in _FIELDS if not hasattr(tensor, field)]:
@@ -113,9 +114,9 @@ def _copy(name: str, tensor: Any, colwise: bool | None = None) -> mxfp8.MXFP8Ten
     flatten_axis = checks.static_int(f"{name}.flatten_axis", tensor.flatten_axis, 1)
     if flatten_axis >= codes.ndim:
         raise checks.found(f"{name}.flatten_axis", flatten_axis, f"less than the {codes.ndim} dims of data")
-    dtype, token_axis = mxfp8.check_dtype(f"{name}.dq_dtype", tensor.dq_dtype), flatten_axis - 1 - codes.ndim
+    dtype, token_axis = mxfp8_tensor.check_dtype(f"{name}.dq_dtype", tensor.dq_dtype), flatten_axis - 1 - codes.ndim
     usage = "columnwise" if tensor.is_colwise else "rowwise"
-    axis = mxfp8.blocked_axis(f"{name}.data", codes, usage, token_axis)
+    axis = mxfp8_tensor.blocked_axis(f"{name}.data", codes, usage, token_axis)
     shape = list(codes.shape)
     shape[axis] //= BLOCK
     scales = _array(f"{name}.scale_inv", tensor.scale_inv, _SCALES, jnp.dtype(jnp.uint8))
@@ -129,7 +130,7 @@ def _copy(name: str, tensor: Any, colwise: bool | None = None) -> mxfp8.MXFP8Ten
         scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
     none = (None, None)
     pairs = (*none, codes, scales) if tensor.is_colwise else (codes, scales, *none)
-    return mxfp8.MXFP8Tensor(*pairs, dtype, token_axis)
+    return MXFP8Tensor(*pairs, dtype, token_axis)
 
 
 def _array(name: str, value: Any, *dtypes) -> jax.Array:

@@ -61,7 +61,7 @@ def bits_of(codes):
 def judge(pair, x, axis, rounding):
     """A copy's codes and scales against the oracle."""
     codes, scales = oracle(x, axis, rounding)
-    assert pair[0].dtype == mxfp8.CODES and pair[1].dtype == jnp.uint8
+    assert pair[0].dtype == mxfp8_bits.CODES and pair[1].dtype == jnp.uint8
     wrong = np.flatnonzero((np.asarray(pair[1]) != scales).ravel())
     assert not len(wrong), f"{len(wrong)} scales, first at {wrong[0]}"
     wrong = np.flatnonzero((bits_of(pair[0]) != codes).ravel())
@@ -103,7 +103,7 @@ def test_the_comparison_catches_the_usual_faults():
     """Cases F1, F3, F4: each of these is what a plausible implementation gives; each must fail the battery."""
     x = battery("float32")
     codes, scales = oracle(x, -1, "up")
-    good = jnp.asarray(codes).view(mxfp8.CODES), jnp.asarray(scales)
+    good = jnp.asarray(codes).view(mxfp8_bits.CODES), jnp.asarray(scales)
     judge(good, x, -1, "up")
     flushed = np.where(np.abs(x) < 2.0**-126, 0, x)  # subnormals flushed, as XLA may
     with np.errstate(all="ignore"):
@@ -120,7 +120,7 @@ def test_the_comparison_catches_the_usual_faults():
     }
     for fault, ((c, s), rounding) in faults.items():
         with pytest.raises(AssertionError, match="first at"):
-            judge((jnp.asarray(c.astype(np.uint8)).view(mxfp8.CODES), jnp.asarray(s)), x, -1, rounding)
+            judge((jnp.asarray(c.astype(np.uint8)).view(mxfp8_bits.CODES), jnp.asarray(s)), x, -1, rounding)
             pytest.fail(f"{fault} went unnoticed")
 
 
@@ -243,7 +243,7 @@ def test_gradients_are_straight_through_and_never_fp8(dtype, usage):
     c = jnp.asarray(np.resize([3.3, 1000.0, 1e-4, -7.7], (32, 32)), dtype)
     gradient = lambda x: jax.vjp(functools.partial(through, usage=usage), x)[1](c)[0]  # noqa: E731
     assert_same(jax.jit(gradient)(x), c)
-    fp8_carrier = jax.vjp(lambda x: x.astype(mxfp8.CODES).astype(x.dtype), x)[1](c)[0]
+    fp8_carrier = jax.vjp(lambda x: x.astype(mxfp8_bits.CODES).astype(x.dtype), x)[1](c)[0]
     assert fp8_carrier[0, 0] == 3.25 and jnp.isnan(fp8_carrier[0, 1]) and fp8_carrier[0, 2] == 0
 
 
@@ -435,7 +435,7 @@ REFUSED = {
     "rowwise 48": (lambda: quantize_mxfp8(jnp.ones((32, 48))), "axis -1 of size 48, wanted a multiple of 32"),
     "flattened (2, 20)": (lambda: quantize_mxfp8(jnp.ones((2, 20, 64)), usage="both"), "axis -2 of size 20"),
     "dtype": (lambda: quantize_mxfp8(jnp.ones((32, 32), jnp.int32)), "x: found dtype int32, wanted bfloat16"),
-    "fp8": (lambda: quantize_mxfp8(jnp.ones((32, 32), mxfp8.CODES)), "x: found dtype float8_e4m3fn"),
+    "fp8": (lambda: quantize_mxfp8(jnp.ones((32, 32), mxfp8_bits.CODES)), "x: found dtype float8_e4m3fn"),
     "scalar": (lambda: quantize_mxfp8(jnp.ones(())), "x: found"),
     "not an array": (lambda: quantize_mxfp8([1.0]), "x: found list"),
     "usage": (lambda: quantize_mxfp8(X, usage="rows"), "usage: found 'rows', wanted one of 'rowwise'"),
@@ -453,7 +453,9 @@ REFUSED = {
         "t: found an MXFP8Tensor without",
     ),
     "scales": (
-        lambda: dequantize(MXFP8Tensor(X.astype(mxfp8.CODES), jnp.ones((32, 3), jnp.uint8), None, None, "float32", -2)),
+        lambda: dequantize(
+            MXFP8Tensor(X.astype(mxfp8_bits.CODES), jnp.ones((32, 3), jnp.uint8), None, None, "float32", -2)
+        ),
         r"t.rowwise_scales: found uint8\[32, 3\], wanted uint8\[32, 2\]",
     ),
     "codes": (

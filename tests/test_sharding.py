@@ -18,16 +18,19 @@ from jax_mla import (
     apply_rope,
     apply_rope_kv,
     attention,
+    dequantize,
     init,
     kv_up_proj_rope,
     mla,
     q_up_proj_rope,
+    quantize_mxfp8,
     rms_norm,
     rope_tables,
 )
 
 B, T, H, N, PE, V, R, M = 4, 6, 4, 6, 8, 5, 12, 16
 COS, SIN = rope_tables(jnp.arange(7, 7 + T), MLAConfig.tiny().rope, PE)
+COS_32, SIN_32 = rope_tables(jnp.arange(7, 39), MLAConfig.tiny().rope, 32)
 IDS = jnp.asarray(np.array([[1, 1, 2, 2, 2, 0], [3, 3, 3, 3, 3, 3], [1, 2, 3, 4, 5, 6], [1, 1, 1, 1, 0, 0]]), jnp.int32)
 
 
@@ -72,6 +75,26 @@ OPS = {
     ),
     "attention": (lambda *a: attention(*a, return_lse=True), list(SELF.values()), [HEADS] * 3, (HEADS, HEADS)),
     "attention, packed": (packed, list(SELF.values()), [HEADS] * 3, HEADS),
+    "q_up_proj_rope, mxfp8": (
+        lambda x, w, s, b: dequantize(
+            q_up_proj_rope(x, w, COS_32, SIN_32, nope_dim=32, norm_scale=s, bias=b, recipe="mxfp8", out="mxfp8")
+        ),
+        [(B, 32, 32), (32, H, 64), (32,), (H, 64)],
+        [DATA, P(None, "model"), P(), P("model")],
+        HEADS,
+    ),
+    "kv_up_proj_rope, mxfp8": (
+        lambda x, w, k_pe, s: kv_up_proj_rope(x, w, k_pe, COS_32, SIN_32, nope_dim=32, norm_scale=s, recipe="mxfp8"),
+        [(B, 32, 32), (32, H, 64), (B, 32, 32), (32,)],
+        [DATA, P(None, "model"), DATA, P()],
+        (HEADS, HEADS),
+    ),
+    "attention, mxfp8": (
+        lambda *a: attention(*(quantize_mxfp8(x, usage="both", token_axis=-3) for x in a)),
+        [(B, 32, H, 64), (B, 32, H, 64), (B, 32, H, 32)],
+        [HEADS] * 3,
+        HEADS,
+    ),
 }
 
 
@@ -165,16 +188,32 @@ def test_the_layer_gives_one_devices_values_and_gradients(kind, ids, specs):
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_row_parallel_bias_counts_once(kind):
+def test_the_layer_in_mxfp8_gives_one_devices_values_and_gradients(kind):
+    """Data, heads and FSDP at once: blocks are cut on each device, and weights gathered as what the GEMM reads."""
+    config = MLAConfig(64, H, 64, 64, 32, 32, 32, norm_eps=1e-2, attention_bias=True)
+    params, x, c = init(jax.random.key(0), config), *(draw(np.random.default_rng(s), B, 32, 64) for s in (2, 3))
+    run = step(lambda p, x: mla(p, x, config, recipe="mxfp8"))
+    wanted = run((params, x), c)
+    devices = mesh(kind)
+    specs = {name: FSDP.get(name, P()) for name in params}
+    found = run((place(devices, params, specs), place(devices, x, DATA)), place(devices, c, DATA))
+    # Sums in another order move few codes, each by one step.
+    for f, w in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert np.linalg.norm(np.asarray(f) - w) < 5e-3 * np.linalg.norm(w)
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_row_parallel_bias_counts_once(kind, recipe):
     """Case 22 of public reports: the output projection contracts sharded heads, and its bias is added to the sum."""
     from jax_mla.linear import linear
 
-    devices = mesh(kind)
-    a = jax.device_put(jnp.ones((2, 8)), NamedSharding(devices, P(None, "model")))
-    w = jax.device_put(jnp.ones((8, 3)), NamedSharding(devices, P("model")))
-    b = jax.device_put(jnp.full(3, 5.0), NamedSharding(devices, P()))
-    y, db = jax.jit(lambda b: jax.value_and_grad(lambda b: jnp.sum(linear(a, w, b)))(b))(b)
-    assert y == 2 * 3 * 13 and db.tolist() == [2.0] * 3
+    devices, (rows, width, out) = mesh(kind), (2, 8, 3) if recipe is None else (32, 128, 32)
+    a = jax.device_put(jnp.ones((rows, width)), NamedSharding(devices, P(None, "model")))
+    w = jax.device_put(jnp.full((width, out), 8 / width), NamedSharding(devices, P("model")))
+    b = jax.device_put(jnp.full(out, 5.0), NamedSharding(devices, P()))
+    y, db = jax.jit(lambda b: jax.value_and_grad(lambda b: jnp.sum(linear(a, w, b, recipe=recipe)))(b))(b)
+    assert y == rows * out * 13 and db.tolist() == [rows] * out
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -11,11 +11,14 @@ from jax_mla import (
     apply_rope,
     apply_rope_kv,
     attention,
+    dequantize,
     init,
     kv_up_proj_rope,
     mla,
     q_up_proj_rope,
+    quantize_mxfp8,
     rms_norm,
+    rms_norm_quantize,
     rope_tables,
 )
 
@@ -25,6 +28,23 @@ IDS = jnp.asarray([[1, 1, 2, 2, 2, 0], [3, 3, 3, 3, 3, 3]])
 COS, SIN = rope_tables(jnp.arange(5, 5 + T), CONFIG.rope, PE)
 NAMES = sorted(init(jax.random.key(0), CONFIG))
 LAYER = [init(jax.random.key(0), CONFIG)[n].shape for n in NAMES]
+
+# MXFP8: 32 tokens, one head, every blocked dim 32 or 64.
+SMALL = MLAConfig(32, 1, 32, 32, 32, 32, 32, norm_eps=1e-3)
+COS_32, SIN_32 = rope_tables(jnp.arange(5, 37), SMALL.rope, 32)
+SMALL_NAMES = sorted(init(jax.random.key(0), SMALL))
+SMALL_LAYER = [init(jax.random.key(0), SMALL)[n].shape for n in SMALL_NAMES]
+UP = dict(nope_dim=32, recipe="mxfp8", out="mxfp8")
+
+
+def tensor(x, token_axis=-3):
+    return quantize_mxfp8(x, usage="both", token_axis=token_axis)
+
+
+def both(t):
+    """The values of both copies, each differentiable."""
+    return dequantize(t.only("rowwise")), dequantize(t.only("columnwise"))
+
 
 # op: (function, argument shapes). The first argument is batched where a transformation batches one alone.
 OPS = {
@@ -54,7 +74,23 @@ OPS = {
         lambda x, *p: mla(dict(zip(NAMES, p, strict=True)), x, CONFIG, remat="latents", segment_ids=IDS),
         [(B, T, 16), *LAYER],
     ),
+    "quantize_mxfp8, dequantize": (lambda x: both(tensor(x, -2)), [(1, 32, 64)]),
+    "rms_norm_quantize": (lambda x, s: both(rms_norm_quantize(x, s, 1e-3, usage="both")), [(1, 32, 64), (64,)]),
+    "q_up_proj_rope, mxfp8": (
+        lambda x, w, s: both(q_up_proj_rope(x, w, COS_32, SIN_32, norm_scale=s, **UP)),
+        [(1, 32, 32), (32, 1, 64), (32,)],
+    ),
+    "kv_up_proj_rope, mxfp8": (
+        lambda x, w, p: [both(t) for t in kv_up_proj_rope(x, tensor(w), p, COS_32, SIN_32, **UP)],
+        [(1, 32, 32), (32, 1, 64), (1, 32, 32)],
+    ),
+    "attention, mxfp8": (lambda q, k, v: attention(tensor(q), tensor(k), tensor(v)), [(1, 32, 1, 32)] * 3),
+    "mla, mxfp8": (
+        lambda x, *p: mla({n: 0.2 * a for n, a in zip(SMALL_NAMES, p, strict=True)}, x, SMALL, recipe="mxfp8"),
+        [(1, 32, 32), *SMALL_LAYER],
+    ),
 }
+MXFP8 = {name for name in OPS if "mxfp8" in name or "quantize" in name}
 
 
 @pytest.fixture(params=OPS)
@@ -78,7 +114,7 @@ def run(function, args, seed=1):
     return jax.jit(lambda *a: gradients(function, a, seed))(*args)
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if not name.startswith("mla")])
+@pytest.mark.parametrize("name", [name for name in OPS if not name.startswith("mla") and name not in MXFP8])
 def test_jit_is_eager(name):
     function, shapes = OPS[name]
     args = arrays(shapes)
@@ -100,12 +136,16 @@ def test_vmap_is_a_loop(op):
         single = jax.jit(step)
         for i in range(3):
             wanted = single(*(a[i] if axis == 0 else a for a, axis in zip(given, axes, strict=True)))
-            assert_close(jax.tree.map(lambda f, i=i: f[i], found), wanted, 1e-5)
+            assert_close(jax.tree.map(lambda f, i=i: f[i], found), wanted, 3e-5)
 
 
-def test_scan_and_remat_change_nothing(op):
+_every = jax.checkpoint_policies.everything_saveable
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_scan_and_remat_change_nothing(name):
     """Cases 38 and F8: inside scan a cotangent of another dtype than its primal's fails; remat gives the same bits."""
-    function, shapes = op
+    function, shapes = OPS[name]
     args = arrays(shapes)
 
     def once(scale, *rest):
@@ -124,7 +164,8 @@ def test_scan_and_remat_change_nothing(op):
         jax.value_and_grad(lambda s, *rest: sum(once(x, *rest) for x in s), argnums=tuple(range(len(args))))
     )(scales, *args[1:])
     assert_close(plain, unrolled, 1e-4)
-    for policy in (None, jax.checkpoint_policies.dots_saveable):
+    # What a policy saves passes `reduce_precision`, which codes of E4M3 do not survive: they must be saved as bytes.
+    for policy in (None, jax.checkpoint_policies.dots_saveable) if name not in MXFP8 else (_every,):
         assert_close(looped(jax.checkpoint(once, policy=policy))(scales, *args[1:]), plain, 1e-5)
 
 
@@ -139,8 +180,13 @@ def test_bfloat16_in_bfloat16_out(op):
     assert_close(outputs, wide, 5e-2)
 
 
-def test_float64_is_not_downcast(op, x64):
-    function, shapes = op
+@pytest.mark.parametrize("name", OPS)
+def test_float64_is_not_downcast(name, x64):
+    function, shapes = OPS[name]
+    if name in MXFP8:
+        with pytest.raises(TypeError, match="found dtype float64, wanted bfloat16, float16 or float32"):
+            jax.eval_shape(function, *(jax.ShapeDtypeStruct(s, jnp.float64) for s in shapes))
+        return
     rng = np.random.default_rng(0)
     args = tuple(jnp.asarray(rng.normal(size=s)) for s in shapes)
     outputs, grads = run(function, args)

@@ -1,0 +1,203 @@
+"""The MXFP8 tensor: E4M3 codes with one power-of-two scale for every 32, and how gradients pass through it.
+
+Gradients, for this and every op that makes or takes an `MXFP8Tensor`. An fp8 array would round its cotangent to fp8
+(1000 becomes NaN, 1e-4 becomes 0), and a uint8 one has no cotangent at all. So a tensor carries a `proxy`: an array of
+the logical dtype that nothing reads, made from the codes (`make_proxy`), which exists to have a cotangent.
+
+- Who makes a tensor: its forward rule returns it with a proxy; its backward rule takes the proxy's cotangent for the
+  cotangent of the values that were rounded, and ignores the rest.
+- Who takes one: its forward rule reads the codes and saves `saved(t)`, which has no proxy; its backward rule returns
+  `cotangent(saved, gradient)`, the gradient on the proxy.
+
+Under jit XLA removes the proxy. `MXFP8Tensor.detach` drops it from what leaves jit or needs no gradient.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mla import checks, sharding
+from jax_mla.mxfp8_bits import BLOCK, CODES
+
+COPIES = ("rowwise", "columnwise")
+DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
+
+
+def _static():
+    return dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class MXFP8Tensor:
+    """A tensor [..., T, ..., K] as E4M3 codes and E8M0 scales: value = code * 2^(scale - 127), NaN where scale is 255.
+
+    rowwise_codes: float8_e4m3fn, the tensor's shape and order; rowwise_scales: uint8 [..., T, ..., K/32], one for 32
+    neighbours along the last axis. columnwise_codes: the same shape; columnwise_scales: uint8 [..., T/32, ..., K], one
+    for 32 neighbours along `token_axis`. Either pair may be None. dtype: the logical dtype, that of the values before
+    quantisation and of their gradients. token_axis: negative, so that vmap and scan keep its meaning. proxy: carries
+    the gradient (this file's docstring); None in a tensor that needs none.
+
+    A pytree (dtype and token_axis are static) for jit, scan, vmap and remat; immutable. Codes carry no gradient of
+    their own: differentiate through `dequantize` or the ops that take tensors.
+    """
+
+    rowwise_codes: jax.Array | None
+    rowwise_scales: jax.Array | None
+    columnwise_codes: jax.Array | None
+    columnwise_scales: jax.Array | None
+    dtype: np.dtype = _static()
+    token_axis: int = _static()
+    proxy: jax.Array | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "dtype", check_dtype("dtype", self.dtype))
+        object.__setattr__(self, "token_axis", check_token_axis(self.token_axis))
+
+    @property
+    def usages(self) -> tuple[str, ...]:
+        """Which copies there are: "rowwise", "columnwise"."""
+        return tuple(usage for usage in COPIES if getattr(self, f"{usage}_codes") is not None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        codes = self.rowwise_codes if self.columnwise_codes is None else self.columnwise_codes
+        if codes is None:
+            raise ValueError("shape: found an MXFP8Tensor without codes, wanted a row-wise or column-wise copy")
+        return tuple(codes.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def copy(self, usage: str) -> tuple[jax.Array, jax.Array]:
+        """Codes (as float8_e4m3fn) and scales of one copy. ValueError naming the usage if the tensor lacks it."""
+        checks.choice("usage", usage, COPIES)
+        if usage not in self.usages:
+            raise ValueError(
+                f"usage: found {self!r}, which has no {usage} copy, wanted one quantised with usage={usage!r} or 'both'"
+            )
+        codes = getattr(self, f"{usage}_codes")
+        if codes.dtype == jnp.uint8:
+            codes = jax.lax.bitcast_convert_type(codes, CODES)
+        return codes, getattr(self, f"{usage}_scales")
+
+    def only(self, usage: str) -> "MXFP8Tensor":
+        """The tensor with one of its copies (what wgrad saves is the column-wise one). ValueError if it lacks it."""
+        self.copy(usage)
+        (other,) = (name for name in COPIES if name != usage)
+        return dataclasses.replace(self, **{f"{other}_codes": None, f"{other}_scales": None})
+
+    def detach(self) -> "MXFP8Tensor":
+        """The tensor without its proxy, hence without gradients: for results of jit, caches, pre-quantised weights."""
+        return dataclasses.replace(self, proxy=None)
+
+    def bytes(self) -> "MXFP8Tensor":
+        """The tensor with its codes as uint8, same bits: what to stack or carry in `lax.scan`, where XLA may widen fp8
+        arrays. Every op takes it as it is and reads the codes as float8_e4m3fn."""
+        codes = {
+            f"{usage}_codes": jax.lax.bitcast_convert_type(getattr(self, f"{usage}_codes"), jnp.uint8)
+            for usage in self.usages
+        }
+        return dataclasses.replace(self, **codes)
+
+    @classmethod
+    def from_te(cls, tensor) -> "MXFP8Tensor":
+        """The tensor with the bits of a ScaledTensor1x or ScaledTensor2x of Transformer Engine's: `te.from_te`."""
+        from jax_mla import te  # which imports this file
+
+        return te.from_te(tensor)
+
+    def to_te(self, quantize=None):
+        """Transformer Engine's tensor with the bits of this one, without gradients: `te.to_te`."""
+        from jax_mla import te
+
+        return te.to_te(self, quantize)
+
+    def __repr__(self) -> str:
+        codes = self.rowwise_codes if self.columnwise_codes is None else self.columnwise_codes
+        shape = list(codes.shape) if hasattr(codes, "shape") else "[?]"  # jax.tree functions may put anything here
+        return f"MXFP8Tensor({self.dtype}{shape}, {' and '.join(self.usages) or 'empty'}, token_axis={self.token_axis})"
+
+
+def check_dtype(argument: str, dtype) -> np.dtype:
+    dtype = jnp.dtype(dtype)
+    if dtype not in DTYPES:
+        raise TypeError(f"{argument}: found dtype {dtype}, wanted bfloat16, float16 or float32")
+    return dtype
+
+
+def check_token_axis(axis: int) -> int:
+    axis = checks.static_int("token_axis", axis, -1000)
+    if axis > -2:
+        raise checks.found("token_axis", axis, "-2 or less: counted from the end, and not the last axis")
+    return axis
+
+
+def check(argument: str, t: MXFP8Tensor, *usages: str) -> None:
+    """Raises TypeError or ValueError, naming the argument, unless t is a well-formed tensor with these copies."""
+    if not isinstance(t, MXFP8Tensor):
+        raise TypeError(f"{argument}: found {checks.show(t)}, wanted an MXFP8Tensor")
+    if not t.usages:
+        raise ValueError(f"{argument}: found an MXFP8Tensor without codes, wanted a row-wise or column-wise copy")
+    for usage in usages:
+        if usage not in t.usages:
+            raise checks.found(argument, t, f"an MXFP8Tensor with a {usage} copy (found only {t.usages[0]})")
+    if t.proxy is not None and (t.proxy.dtype != t.dtype or t.proxy.shape != t.shape):
+        raise checks.found(f"{argument}.proxy", t.proxy, f"None or {t.dtype}{list(t.shape)}")
+    for usage in t.usages:
+        codes, scales = getattr(t, f"{usage}_codes"), getattr(t, f"{usage}_scales")
+        if codes.dtype not in (CODES, jnp.uint8) or codes.shape != t.shape:
+            raise checks.found(f"{argument}.{usage}_codes", codes, f"float8_e4m3fn (or its bytes) {list(t.shape)}")
+        axis = blocked_axis(argument, t, usage, t.token_axis)
+        wanted = list(t.shape)
+        wanted[axis] //= BLOCK
+        if scales is None or scales.dtype != jnp.uint8 or list(scales.shape) != wanted:
+            raise checks.found(f"{argument}.{usage}_scales", scales, f"uint8{wanted}")
+
+
+def blocked_axis(argument: str, x: jax.Array | MXFP8Tensor, usage: str, token_axis: int) -> int:
+    """The axis that a copy's blocks run along. ValueError unless it is there and a multiple of 32 on every device."""
+    axis = -1 if usage == "rowwise" else token_axis
+    if x.ndim < -axis:
+        raise checks.found(argument, x, f"at least {-axis} dims ({usage} blocks along axis {axis})")
+    array = x if not isinstance(x, MXFP8Tensor) else getattr(x, f"{usage}_codes")
+    size, names = x.shape[axis], sharding.spec(array)[axis]
+    parts = math.prod(jax.typeof(array).sharding.mesh.shape[name] for name in names)
+    if size % (BLOCK * parts):
+        share = f", {size // parts} on each device of mesh axes {names}" if parts > 1 else ""
+        raise ValueError(
+            f"{argument}: found axis {axis} of size {size}{share}, wanted a multiple of {BLOCK} for {usage} blocks"
+        )
+    return axis
+
+
+def make_proxy(codes: jax.Array, dtype: np.dtype) -> jax.Array:
+    """From the codes, not zeros: it varies over devices and vmap as they do. (An unbatched proxy of batched codes
+    would add up the whole batch's gradients.)"""
+    return codes.astype(dtype)
+
+
+class Saved(NamedTuple):
+    """What an op that takes a tensor keeps of it for its backward rule."""
+
+    tensor: MXFP8Tensor  # without proxy, codes as bytes: scan stacks residuals
+    differentiable: tuple | None  # () if it came with a proxy: a structure, so that it is known at trace time
+
+
+def saved(t: MXFP8Tensor) -> Saved:
+    return Saved(t.detach().bytes(), None if t.proxy is None else ())
+
+
+def cotangent(kept: Saved, gradient: jax.Array) -> MXFP8Tensor:
+    """The cotangent of the tensor that `saved` was given: `gradient` on its proxy, in its logical dtype."""
+    t = kept.tensor
+    proxy = None
+    if kept.differentiable is not None:  # `like` is read for its type only
+        like = make_proxy(t.copy(t.usages[0])[0], t.dtype)
+        proxy = sharding.cotangent(gradient, like)
+    return MXFP8Tensor(None, None, None, None, t.dtype, t.token_axis, proxy)
