@@ -27,12 +27,14 @@ CONFIG = MLAConfig(48, 1, 32, 32, 32, 32, 32, norm_eps=1e-3)
 
 
 def test_a_head_tile_that_does_not_divide_the_heads_rotates_some_twice():
-    """Case 30 of public reports: every head of every count, for every split of nope and rope, is the rotation of that
-    head alone, bit for bit, and fp64's; the rows of tokens after the third are as they were (not launched: xla)."""
+    """Case 30 of public reports: every head, of each count and for several splits of nope and rope, is the rotation of
+    that head alone, bit for bit, and fp64's."""
     heads, dims = (1, 3, 5, 6, 40, 96), ((128, 64), (96, 32), (64, 48))
     rng = np.random.default_rng(0)
     tables = {p: rope_tables(jnp.arange(9, 12), CONFIG.rope, p) for _, p in dims}
-    cases = {(h, n, p): draw(rng, 3, h, n + p) for h, (n, p) in itertools.product(heads, dims)}
+    cases = {
+        (h, n, p): draw(rng, 3, h, n + p) for h, (n, p) in itertools.product(heads, dims) if h in (5, 96) or p == 48
+    }
     cotangents = {case: draw(rng, *x.shape) for case, x in cases.items()}
 
     @jax.jit
@@ -74,9 +76,11 @@ def exact(q, k, v, do, scale, mask):
 
 
 # kind, T, S, causal, tokens a tile: one tile, or tiles of unequal or padded size.
-TAILS = [("bfloat16", s, s, causal, 512) for s in (64, 192, 320, 100) for causal in (True, False)]
+TAILS = [
+    ("bfloat16", s, s, causal, 512) for s, causal in ((64, True), (192, False), (320, True), (100, True), (100, False))
+]
 TAILS += [("bfloat16", 1, 128, "bottom_right", 512), ("mxfp8", 1, 128, "bottom_right", 72)]
-TAILS += [("mxfp8", 64, 64, True, 512), ("mxfp8", 192, 192, False, 512), ("mxfp8", 320, 320, True, 72)]
+TAILS += [("mxfp8", 64, 64, False, 512), ("mxfp8", 192, 192, True, 512), ("mxfp8", 320, 320, True, 72)]
 TAILS += [("float32", 101, 101, True, 72), ("mxfp8", 64, 320, False, 512)]
 
 
