@@ -5,6 +5,7 @@ sequence of names is tried in order. The choice is made at trace time.
 """
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,6 +47,19 @@ class Implementation:
     forward: Callable
     backward: Callable
     supports: Callable[..., str | None] = anywhere
+
+
+def composed(forward: Callable, backward: Callable, *names: str) -> dict[str, Implementation]:
+    """The table of an op that is made of other ops: forward and backward take the name, and use it for every part."""
+
+    def supports(name, static=None, *arrays):
+        from jax_mla import launches
+
+        return launches.supports() if name == "triton" else None
+
+    return {
+        name: Implementation(*(functools.partial(f, name) for f in (forward, backward, supports))) for name in names
+    }
 
 
 def check(choice: Choice) -> Choice:

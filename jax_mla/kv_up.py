@@ -78,6 +78,12 @@ class Static:
     out: str | None
     implementation: dispatch.Choice
 
+    def using(self, implementation: str) -> "Static":
+        """With every part of the flow in that implementation."""
+        parts = dict(project=self.project.using(implementation))
+        parts["rope_kv"] = dataclasses.replace(self.rope_kv, implementation=implementation)
+        return dataclasses.replace(self, **parts)
+
 
 class Residuals(NamedTuple):
     project: linear.Residuals
@@ -87,18 +93,20 @@ class Residuals(NamedTuple):
     differentiates_tables: tuple | None  # () for yes: a structure, so that it is known when the backward is traced
 
 
-def _xla_forward(static: Static, train: bool, x, w, k_pe, cos, sin, norm_scale, bias):
+def _forward(implementation: str, static: Static, train: bool, x, w, k_pe, cos, sin, norm_scale, bias):
     """k, v, and what `linear.project_backward` needs (None unless `train`)."""
+    static = static.using(implementation)
     kv, saved = linear.project(static.project, x, w, norm_scale, bias, train)
     k, v = rope_kv.raw_forward(static.rope_kv, kv, k_pe, cos, sin)
     if static.out is not None:
-        quantize = functools.partial(mxfp8.raw_quantize, mxfp8.Static("both", -3, "up", x.dtype, None))
+        quantize = functools.partial(mxfp8.raw_quantize, mxfp8.Static("both", -3, "up", x.dtype, implementation))
         k, v = quantize(k), quantize(v)
     return k, v, saved
 
 
-def _xla_backward(static: Static, saved: Residuals, dk, dv):
+def _backward(implementation: str, static: Static, saved: Residuals, dk, dv):
     """Cotangents of x, w, k_pe, cos, sin, norm_scale, bias."""
+    static = static.using(implementation)
     project, k_pe, cos, sin, differentiates_tables = saved
     dkv, dk_pe = rope_kv.raw_backward(static.rope_kv, k_pe, cos, sin, dk, dv)
     dx, dw, dscale, dbias = linear.project_backward(static.project, project, dkv)
@@ -108,7 +116,7 @@ def _xla_backward(static: Static, saved: Residuals, dk, dv):
     return dx, dw, dk_pe, dcos, dsin, dscale, dbias
 
 
-IMPLEMENTATIONS = {"xla": dispatch.Implementation(forward=_xla_forward, backward=_xla_backward)}
+IMPLEMENTATIONS = dispatch.composed(_forward, _backward, "triton", "xla")
 
 
 def _choose(static: Static, *args) -> dispatch.Implementation:

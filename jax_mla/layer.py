@@ -79,18 +79,19 @@ def _flow(config: MLAConfig, recipe, implementation: dispatch.Choice, p: dict, x
     cos, sin = rope_tables(positions, config.rope, config.qk_rope_head_dim)
     up = dict(nope_dim=config.qk_nope_head_dim, norm_eps=config.norm_eps, input_layout=config.rope.input_layout)
     up |= dict(recipe=recipe, out=recipe, implementation=implementation)
+    down = dict(recipe=recipe, implementation=implementation)
     if recipe is not None:  # once, for both down-projections
-        x = mxfp8.quantize_mxfp8(x, usage="both")
+        x = mxfp8.quantize_mxfp8(x, usage="both", implementation=implementation)
 
     # Queries: down to the latent, normalise, up to heads, rotate.
     if config.q_lora_rank is None:
         q = q_up_proj_rope(x, p["wq"], cos, sin, **up)
     else:
-        q_latent = checkpoint_name(linear(x, p["wq_a"], p.get("wq_a_bias"), recipe=recipe), "query_wa_proj")
+        q_latent = checkpoint_name(linear(x, p["wq_a"], p.get("wq_a_bias"), **down), "query_wa_proj")
         q = q_up_proj_rope(q_latent, p["wq_b"], cos, sin, norm_scale=p["q_norm"], **up)
 
     # Keys and values: down to the latent and the one rotary key, normalise the latent, up to heads, rotate the key.
-    kv_latent = checkpoint_name(linear(x, p["wkv_a"], p.get("wkv_a_bias"), recipe=recipe), "kv_wa_proj")
+    kv_latent = checkpoint_name(linear(x, p["wkv_a"], p.get("wkv_a_bias"), **down), "kv_wa_proj")
     c, k_pe = kv_latent[..., : config.kv_lora_rank], kv_latent[..., config.kv_lora_rank :]
     k, v = kv_up_proj_rope(c, p["wkv_b"], k_pe, cos, sin, norm_scale=p["kv_norm"], **up)
 
@@ -98,5 +99,5 @@ def _flow(config: MLAConfig, recipe, implementation: dispatch.Choice, p: dict, x
     o = attention(
         q, k, v, scale=config.softmax_scale, causal=True, segment_ids=segment_ids, implementation=implementation
     )
-    y = checkpoint_name(linear(o, p["wo"], p.get("wo_bias"), contract=2, recipe=recipe), "out_proj")
+    y = checkpoint_name(linear(o, p["wo"], p.get("wo_bias"), contract=2, **down), "out_proj")
     return segments.zero_padding(y, segment_ids)

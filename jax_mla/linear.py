@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import checks, norm, operands, rope, sharding
+from jax_mla import checks, dispatch, norm, norm_quantize, operands, rope, sharding
 from jax_mla.norm import NormStatic
 from jax_mla.operands import Operand
 from jax_mla.rope import wide
@@ -18,7 +18,13 @@ _LETTERS = "abcdefgijklmnopqstuvwxyz"
 
 
 def linear(
-    x: Operand, w: Operand, bias: jax.Array | None = None, *, contract: int = 1, recipe: str | None = None
+    x: Operand,
+    w: Operand,
+    bias: jax.Array | None = None,
+    *,
+    contract: int = 1,
+    recipe: str | None = None,
+    implementation: dispatch.Choice = None,
 ) -> jax.Array:
     """y = x . w + bias, contracting the last `contract` dims of x with the first of w.
 
@@ -26,7 +32,7 @@ def linear(
     accumulation is float32); returned in it, [..., *O]. dW and dbias come from float32 accumulators in their
     parameter's dtype. Under a mesh the bias is added after any sum over it.
     recipe: None, or "mxfp8": x, w and y's cotangent are multiplied as MXFP8. x and w may be an `MXFP8Tensor`, of
-    token_axis -1 - contract and that of the last dim of w that is contracted.
+    token_axis -1 - contract and that of the last dim of w that is contracted. implementation: of what quantises.
 
     Saved for the backward pass: x and w, of which "mxfp8" keeps x's column-wise and w's row-wise codes.
     Raises ValueError or TypeError naming the argument.
@@ -35,7 +41,8 @@ def linear(
     if len(known["w"]) <= contract or known["x"][-contract:] != known["w"][:contract]:
         raise checks.found("w", w, f"an array whose first {contract} dims are the last of x, which is {checks.show(x)}")
     checks.choice("recipe", recipe, operands.RECIPES)
-    static = Static(operands.kind(x), operands.kind(w), contract, recipe)
+    how = dispatch.check(implementation)
+    static = Static(operands.kind(x), operands.kind(w), contract, recipe, implementation=how)
     operands.check("x", x, "... K", recipe, static.x_axis, "rowwise")
     operands.check("w", w, "... K", recipe, static.w_axis(w.ndim), "columnwise")
     if bias is not None:
@@ -55,6 +62,11 @@ class Static:
     name: str | None = None  # the checkpoint name of what the norm gives
     widen: bool = False  # the result stays float32, for an op that goes on with it
     halves: int = 0  # the trailing dims of w, pairs, that the result has as halves
+    implementation: dispatch.Choice = None  # of the norm, and of what quantises and dequantises
+
+    def using(self, implementation: dispatch.Choice) -> "Static":
+        norm = None if self.norm is None else dataclasses.replace(self.norm, implementation=implementation)
+        return dataclasses.replace(self, norm=norm, implementation=implementation)
 
     @property
     def x_axis(self) -> int:
@@ -79,15 +91,16 @@ class Residuals(NamedTuple):
 def project(static: Static, x: Operand, w: Operand, norm_scale, bias, train: bool = False):
     """[RMSNorm ->] GEMM [+ bias] in x's dtype, and its residuals, for which nothing is made unless `train`."""
     given, dtype, latent, rstd = x, x.dtype, None, None
+    how = static.implementation
+    like_x = like_w = None
     if norm_scale is not None:
         latent = x
-        x, rstd = norm.raw_forward(static.norm, x if static.recipe is None else wide(x), norm_scale)
-    like_x = like_w = None
     if static.recipe is None:
         if norm_scale is not None:
+            x, rstd = norm.raw_forward(static.norm, x, norm_scale)
             x = checkpoint_name(x, static.name)
         kept_x, kept_w = None if norm_scale is not None else operands.keep(x), operands.keep(w)
-        x_read, w_read = operands.read(x, dtype), operands.read(w, dtype)
+        x_read, w_read = operands.read(x, dtype, None, how), operands.read(w, dtype, None, how)
     else:
         wants_x, wants_w = train and static.x != "frozen", train and static.w != "frozen"
         if wants_w:
@@ -95,37 +108,48 @@ def project(static: Static, x: Operand, w: Operand, norm_scale, bias, train: boo
         if wants_x:
             operands.check_blocks("w", w, static.w_axis(w.ndim), "rowwise")
         like_x, like_w = operands.like(given), operands.like(w)
-        x = operands.quantize(x, ("rowwise",) + ("columnwise",) * wants_w, static.x_axis, dtype)
-        w = operands.quantize(w, ("columnwise",) + ("rowwise",) * wants_x, static.w_axis(w.ndim), w.dtype)
+        x_usages, w_usages = ("rowwise",) + ("columnwise",) * wants_w, ("columnwise",) + ("rowwise",) * wants_x
+        if norm_scale is not None:
+            quantization = operands.quantization(x_usages, static.x_axis, dtype, how)
+            # One kernel for both, but where only one copy is wanted.
+            fused = how if len(x_usages) == 2 else "xla"
+            settings = norm_quantize.Static(static.norm, quantization, fused)
+            x, rstd = norm_quantize.raw_forward(settings, x, norm_scale)
+            x = x.detach()
+        else:
+            x = operands.quantize(x, x_usages, static.x_axis, dtype, how)
+        w = operands.quantize(w, w_usages, static.w_axis(w.ndim), w.dtype, how)
         kept_x = operands.keep(x, "columnwise") if wants_w else None
         kept_w = operands.keep(w, "rowwise") if wants_x else None
         if static.name is not None:
             kept_x = checkpoint_name(kept_x, static.name)
         products = operands.products(dtype)
-        x_read, w_read = operands.read(x, products, "rowwise"), operands.read(w, products, "columnwise")
+        x_read = operands.read(x, products, "rowwise", how)
+        w_read = operands.read(w, products, "columnwise", how)
     y_dtype = jnp.promote_types(dtype, jnp.float32) if static.widen else dtype
     y = multiply(x_read, _to_halves(w_read, static), static.contract, y_dtype)
     y = add_bias(y, _to_halves(bias, static))
     return y, Residuals(latent, rstd, norm_scale, kept_x, kept_w, like_x, like_w, bias) if train else None
 
 
-def project_backward(static: Static, saved: Residuals, dy: jax.Array) -> tuple:
-    """Cotangents of x, w, norm_scale and bias. dy may be wider than x."""
+def project_backward(static: Static, saved: Residuals, dy: Operand) -> tuple:
+    """Cotangents of x, w, norm_scale and bias. dy may be wider than x, or under "mxfp8", without bias, a tensor."""
     latent, rstd, norm_scale, x, w, like_x, like_w, bias = saved
     wants_x, wants_w = static.x != "frozen", static.w != "frozen"
+    how = static.implementation
     rows = columns = dy
     if static.recipe is None:
         if norm_scale is not None:
             x = norm.renormalize(static.norm, latent, rstd, norm_scale)
         like_x, like_w = (a if isinstance(a, jax.Array) else operands.like(a) for a in (x, w))
-        x_read, w_read = operands.read(x, dy.dtype), operands.read(w, dy.dtype)
+        x_read, w_read = operands.read(x, dy.dtype, None, how), operands.read(w, dy.dtype, None, how)
     elif wants_x or wants_w:
         usages, products = ("rowwise",) * wants_x + ("columnwise",) * wants_w, operands.products(like_x.dtype)
-        t = operands.quantize(dy, usages, static.w_axis(like_w.ndim), like_x.dtype)
+        t = operands.quantize(dy, usages, static.w_axis(like_w.ndim), like_x.dtype, how)
         if wants_x:
-            rows, w_read = operands.read(t, products, "rowwise"), operands.read(w, products, "rowwise")
+            rows, w_read = (operands.read(a, products, "rowwise", how) for a in (t, w))
         if wants_w:
-            columns, x_read = operands.read(t, products, "columnwise"), operands.read(x, products, "columnwise")
+            columns, x_read = (operands.read(a, products, "columnwise", how) for a in (t, x))
     dx = dw = dscale = None
     if wants_x:
         dx = input_cotangent(rows, _to_halves(w_read, static), like_x, static.contract)

@@ -6,11 +6,12 @@ tensor and how gradients pass through one in `mxfp8_tensor.py`.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import numpy as np
 
-from jax_mla import checks, dispatch, sharding
+from jax_mla import checks, dispatch, launches, sharding
 from jax_mla import mxfp8_bits as bits
 from jax_mla.mxfp8_tensor import (
     COPIES,
@@ -70,6 +71,15 @@ class Static:
     def axis(self, usage: str) -> int:
         return -1 if usage == "rowwise" else self.token_axis
 
+    def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Of codes and scales of each usage."""
+        result = []
+        for usage in self.usages:
+            scales = list(shape)
+            scales[self.axis(usage)] //= bits.BLOCK
+            result += [shape, tuple(scales)]
+        return result
+
     def tensor(self, *arrays: jax.Array) -> MXFP8Tensor:
         """codes, scales of each usage, in order, as a tensor with its proxy."""
         none = (None, None)
@@ -103,7 +113,34 @@ def _straight_through(static: Static, gradient: jax.Array) -> jax.Array:
     return gradient
 
 
-IMPLEMENTATIONS = {"xla": dispatch.Implementation(forward=_xla_quantize, backward=_straight_through)}
+def _triton_quantize(static: Static, x: jax.Array) -> tuple[jax.Array, ...]:
+    from jax_mla.ffi import triton
+    from jax_mla.kernels import mxfp8 as kernels
+
+    if x.size == 0:
+        return _xla_quantize(static, x)
+    flat = _matrix(x, static)
+    arrays = triton.call(kernels.quantize(*flat.shape, static.usage, static.rounding), flat)
+    return tuple(
+        jax.lax.bitcast_convert_type(a, bits.CODES).reshape(x.shape) if i % 2 == 0 else a.reshape(shape)
+        for i, (a, shape) in enumerate(zip(arrays, static.shapes(x.shape), strict=True))
+    )
+
+
+def _matrix(x: jax.Array, static) -> jax.Array:
+    """x [..., T, ..., K] as rows of tokens, columns of the rest: blocks along K lie in a row, along T in a column."""
+    columns = math.prod(x.shape[x.ndim + static.token_axis + 1 :]) if "columnwise" in static.usages else x.shape[-1]
+    return x.reshape(-1, columns)
+
+
+def _triton_supports(static: Static | None = None, *arrays: jax.Array) -> str | None:
+    return launches.supports(*arrays)
+
+
+IMPLEMENTATIONS = {
+    "triton": dispatch.Implementation(_triton_quantize, _straight_through, _triton_supports),
+    "xla": dispatch.Implementation(forward=_xla_quantize, backward=_straight_through),
+}
 
 
 def raw_quantize(static: Static, x: jax.Array) -> MXFP8Tensor:
@@ -146,13 +183,45 @@ def dequantize(t: MXFP8Tensor, dtype=None) -> jax.Array:
     return _dequantize(dtype, t.only(t.usages[0]))
 
 
-def raw_dequantize(dtype: np.dtype, t: MXFP8Tensor) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class DequantizeStatic:
+    usage: str
+    token_axis: int
+    dtype: np.dtype
+
+    @property
+    def usages(self) -> tuple[str, ...]:
+        return (self.usage,)
+
+
+def _xla_dequantize(static: DequantizeStatic, codes: jax.Array, scales: jax.Array) -> jax.Array:
+    return bits.decode(codes, scales, -1 if static.usage == "rowwise" else static.token_axis, static.dtype)
+
+
+def _triton_dequantize(static: DequantizeStatic, codes: jax.Array, scales: jax.Array) -> jax.Array:
+    from jax_mla.ffi import triton
+    from jax_mla.kernels import mxfp8 as kernels
+
+    if codes.size == 0:
+        return _xla_dequantize(static, codes, scales)
+    flat = _matrix(jax.lax.bitcast_convert_type(codes, jax.numpy.uint8), static)
+    launch = kernels.dequantize(*flat.shape, static.usage, static.dtype.name)
+    return triton.call(launch, flat, scales)[0].reshape(codes.shape)
+
+
+DEQUANTIZE = {
+    "triton": dispatch.Implementation(_triton_dequantize, None, lambda *_: launches.supports()),
+    "xla": dispatch.Implementation(_xla_dequantize, None),
+}
+
+
+def raw_dequantize(dtype: np.dtype, t: MXFP8Tensor, implementation: dispatch.Choice = None) -> jax.Array:
     """For the rules of ops that take tensors; from t's first copy."""
-    usage = t.usages[0]
-    axis = -1 if usage == "rowwise" else t.token_axis
+    static = DequantizeStatic(t.usages[0], t.token_axis, np.dtype(dtype))
+    chosen = dispatch.choose("dequantize", DEQUANTIZE, implementation)
     dims = " ".join(f"t{i}" for i in range(t.ndim))
     rule = f"{dims}, {dims} -> {dims}"
-    return sharding.local("dequantize", rule, functools.partial(bits.decode, axis=axis, dtype=dtype), *t.copy(usage))
+    return sharding.local("dequantize", rule, functools.partial(chosen.forward, static), *t.copy(t.usages[0]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

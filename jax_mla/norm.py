@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_mla import checks, dispatch, sharding
+from jax_mla import checks, dispatch, launches, sharding
 from jax_mla.rope import wide
 
 
@@ -71,7 +71,41 @@ def _xla_backward(
     return dx.astype(x.dtype), jnp.sum(dy * h, axis=tuple(range(x.ndim - 1)))
 
 
-IMPLEMENTATIONS = {"xla": dispatch.Implementation(forward=_xla_forward, backward=_xla_backward)}
+def _triton_forward(static: NormStatic, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    from jax_mla.ffi import triton
+    from jax_mla.kernels import norm as kernels
+
+    if x.size == 0:
+        return _xla_forward(static, x, scale)
+    flat = launches.flat(x, 1)
+    y, rstd = triton.call(kernels.norm(*flat.shape, static.eps, static.zero_centered, x.dtype.name), flat, scale)
+    return y.reshape(x.shape), rstd.reshape(x.shape[:-1])
+
+
+def _triton_backward(static: NormStatic, x, rstd, scale, dy) -> tuple[jax.Array, jax.Array]:
+    from jax_mla.ffi import triton
+    from jax_mla.kernels import norm as kernels
+
+    if x.size == 0:
+        return _xla_backward(static, x, rstd, scale, dy)
+    flat, dy = launches.flat(x, 1), launches.flat(dy, 1)
+    launch = kernels.norm_backward(*flat.shape, static.zero_centered, x.dtype.name)
+    dx, partial = triton.call(launch, flat, rstd.reshape(-1), scale, dy)
+    return dx.reshape(x.shape), jnp.sum(partial, axis=0)
+
+
+def _triton_supports(static: NormStatic | None = None, *arrays: jax.Array) -> str | None:
+    if arrays and arrays[0].shape[-1] > LONGEST_ROW:
+        return f"found rows of {arrays[0].shape[-1]}, wants at most {LONGEST_ROW}"
+    return launches.supports(*arrays)
+
+
+LONGEST_ROW = 16384  # what a program holds in registers
+
+IMPLEMENTATIONS = {
+    "triton": dispatch.Implementation(_triton_forward, _triton_backward, _triton_supports),
+    "xla": dispatch.Implementation(forward=_xla_forward, backward=_xla_backward),
+}
 
 
 def raw_forward(static: NormStatic, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import jax
 
-from jax_mla import checks, dispatch, mxfp8, norm
+from jax_mla import checks, dispatch, launches, mxfp8, norm, sharding
+from jax_mla.mxfp8_bits import CODES
+from jax_mla.mxfp8_tensor import MXFP8Tensor
 from jax_mla.rope import wide
 
 
@@ -20,7 +22,7 @@ def rms_norm_quantize(
     rounding: str = "up",
     zero_centered: bool = False,
     implementation: dispatch.Choice = None,
-) -> mxfp8.MXFP8Tensor:
+) -> MXFP8Tensor:
     """MXFP8(x / sqrt(mean(x^2) + eps) * scale): `rms_norm` in float32, then `quantize_mxfp8` of that.
 
     x: bfloat16, float16 or float32 [..., T, ..., K]. scale, eps, zero_centered: as `rms_norm`. usage, token_axis,
@@ -54,35 +56,70 @@ class Residuals(NamedTuple):
     scale: jax.Array
 
 
-def _xla_forward(static: Static, x: jax.Array, scale: jax.Array) -> tuple[mxfp8.MXFP8Tensor, jax.Array]:
-    """The tensor, rstd [...]."""
-    y, rstd = norm.raw_forward(static.norm, wide(x), scale)  # float32 in, float32 out: no rounding
-    return mxfp8.raw_quantize(static.quantize, y), rstd
+def _xla_forward(static: Static, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
+    """codes and scales of each usage, rstd [...]."""
+    xla = dataclasses.replace(static.norm, implementation="xla")
+    y, rstd = norm.IMPLEMENTATIONS["xla"].forward(xla, wide(x), scale)  # float32 in, float32 out: no rounding
+    return *mxfp8.IMPLEMENTATIONS["xla"].forward(static.quantize, y), rstd
 
 
-def _xla_backward(static: Static, saved: Residuals, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _triton_forward(static: Static, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
+    from jax_mla.ffi import triton
+    from jax_mla.kernels import norm as kernels
+
+    if x.size == 0:
+        return _xla_forward(static, x, scale)
+    flat = launches.flat(x, 1)
+    launch = kernels.norm_quantize(*flat.shape, static.norm.eps, static.norm.zero_centered, static.quantize.rounding)
+    *arrays, rstd = triton.call(launch, flat, scale)
+    codes = [jax.lax.bitcast_convert_type(a, CODES) if i % 2 == 0 else a for i, a in enumerate(arrays)]
+    shapes = static.quantize.shapes(x.shape)
+    return *(a.reshape(s) for a, s in zip(codes, shapes, strict=True)), rstd.reshape(x.shape[:-1])
+
+
+def _triton_supports(static: Static | None = None, *arrays: jax.Array) -> str | None:
+    if static is not None and (static.quantize.usage != "both" or static.quantize.token_axis != -2):
+        return "wants usage='both' and token_axis=-2"
+    return launches.supports(*arrays)
+
+
+def _backward(name: str, static: Static, saved: Residuals, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cotangents of x and scale."""
-    return norm.raw_backward(static.norm, saved.x, saved.rstd, saved.scale, gradient)
+    settings = dataclasses.replace(static.norm, implementation=name)
+    return norm.raw_backward(settings, saved.x, saved.rstd, saved.scale, gradient)
 
 
-IMPLEMENTATIONS = {"xla": dispatch.Implementation(forward=_xla_forward, backward=_xla_backward)}
+IMPLEMENTATIONS = {
+    "triton": dispatch.Implementation(_triton_forward, functools.partial(_backward, "triton"), _triton_supports),
+    "xla": dispatch.Implementation(_xla_forward, functools.partial(_backward, "xla")),
+}
 
 
 def _choose(static: Static, *args) -> dispatch.Implementation:
     return dispatch.choose("rms_norm_quantize", IMPLEMENTATIONS, static.implementation, static, *args)
 
 
+def raw_forward(static: Static, x: jax.Array, scale: jax.Array) -> tuple[MXFP8Tensor, jax.Array]:
+    """The tensor, rstd [...]."""
+    rows = " ".join(f"t{i}" for i in range(x.ndim - 1))
+    copies = ", ".join([f"{rows} K"] * 2 * len(static.quantize.usages))
+    forward = functools.partial(_choose(static, x, scale).forward, static)
+    rule = f"{rows} K, K -> {copies}, {rows}"
+    *arrays, rstd = sharding.local("rms_norm_quantize", rule, forward, x, sharding.follow(scale))
+    return static.quantize.tensor(*arrays), rstd
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm_quantize(static: Static, x: jax.Array, scale: jax.Array) -> mxfp8.MXFP8Tensor:
-    return _choose(static, x, scale).forward(static, x, scale)[0]
+def _norm_quantize(static: Static, x: jax.Array, scale: jax.Array) -> MXFP8Tensor:
+    return raw_forward(static, x, scale)[0]
 
 
 def _norm_quantize_fwd(static: Static, x: jax.Array, scale: jax.Array):
-    t, rstd = _choose(static, x, scale).forward(static, x, scale)
+    t, rstd = raw_forward(static, x, scale)
     return t, Residuals(x, rstd, scale)
 
 
-def _norm_quantize_bwd(static: Static, saved: Residuals, dt: mxfp8.MXFP8Tensor):
+def _norm_quantize_bwd(static: Static, saved: Residuals, dt: MXFP8Tensor):
     return _choose(static, saved.x, saved.scale).backward(static, saved, dt.proxy)
 
 

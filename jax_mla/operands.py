@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import checks, mxfp8, mxfp8_tensor
+from jax_mla import checks, dispatch, mxfp8, mxfp8_tensor
 from jax_mla.mxfp8_bits import BLOCK
 from jax_mla.mxfp8_tensor import MXFP8Tensor
 
@@ -69,12 +69,18 @@ def check_blocks(argument: str, x: Operand, token_axis: int, *usages: str) -> No
         mxfp8_tensor.blocked_axis(argument, x, usage, token_axis)
 
 
-def quantize(x: Operand, usages: tuple[str, ...], token_axis: int, dtype: np.dtype) -> MXFP8Tensor:
+def quantize(
+    x: Operand, usages: tuple[str, ...], token_axis: int, dtype: np.dtype, implementation: dispatch.Choice = None
+) -> MXFP8Tensor:
     """x with these copies, no proxy, and the logical dtype `dtype`, which x's own may be wider than."""
     if isinstance(x, MXFP8Tensor):
         return x.detach()
+    return mxfp8.raw_quantize(quantization(usages, token_axis, dtype, implementation), x).detach()
+
+
+def quantization(usages, token_axis: int, dtype, implementation: dispatch.Choice = None) -> mxfp8.Static:
     usage = "both" if len(usages) == 2 else usages[0]
-    return mxfp8.raw_quantize(mxfp8.Static(usage, token_axis, "up", jnp.dtype(dtype), None), x).detach()
+    return mxfp8.Static(usage, token_axis, "up", jnp.dtype(dtype), implementation)
 
 
 def keep(x: Operand, usage: str | None = None) -> Operand:
@@ -85,11 +91,12 @@ def keep(x: Operand, usage: str | None = None) -> Operand:
     return x.detach().only(x.usages[0] if usage is None else usage).bytes()
 
 
-def read(x: Operand, dtype, usage: str | None = None) -> jax.Array:
+def read(x: Operand, dtype, usage: str | None = None, implementation: dispatch.Choice = None) -> jax.Array:
     """The values in `dtype`: of a tensor those of the copy, by default of the first it has."""
     if not isinstance(x, MXFP8Tensor):
         return x.astype(dtype)
-    return mxfp8.raw_dequantize(jnp.dtype(dtype), x.detach() if usage is None else x.detach().only(usage))
+    t = x.detach() if usage is None else x.detach().only(usage)
+    return mxfp8.raw_dequantize(jnp.dtype(dtype), t, implementation)
 
 
 def named(x: Operand, name: str) -> Operand:

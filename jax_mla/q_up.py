@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from jax_mla import checks, dispatch, linear, mxfp8, norm, operands, rope, sharding
+from jax_mla import checks, dispatch, linear, mxfp8, norm, operands, rope, rope_quantize, sharding
 from jax_mla.mxfp8_tensor import MXFP8Tensor
 from jax_mla.operands import Operand
 
@@ -93,6 +93,12 @@ class Static:
     out: str | None
     implementation: dispatch.Choice
 
+    def using(self, implementation: str) -> "Static":
+        """With every part of the flow in that implementation."""
+        parts = dict(project=self.project.using(implementation))
+        parts["rope"] = dataclasses.replace(self.rope, implementation=implementation)
+        return dataclasses.replace(self, **parts)
+
 
 class Residuals(NamedTuple):
     project: linear.Residuals
@@ -101,20 +107,26 @@ class Residuals(NamedTuple):
     projected: jax.Array | None  # what RoPE was given, only if a table is differentiated
 
 
-def _xla_forward(static: Static, train: bool, x, w, cos, sin, norm_scale, bias):
+def _forward(implementation: str, static: Static, train: bool, x, w, cos, sin, norm_scale, bias):
     """q, and what `linear.project_backward` needs (None unless `train`)."""
+    static = static.using(implementation)
     projected, saved = linear.project(static.project, x, w, norm_scale, bias, train)
     q = rope.raw(static.rope, projected, cos, sin)
     if static.out is not None:
-        q = mxfp8.raw_quantize(mxfp8.Static("both", -3, "up", x.dtype, None), q)
+        q = mxfp8.raw_quantize(mxfp8.Static("both", -3, "up", x.dtype, implementation), q)
     return q, saved
 
 
-def _xla_backward(static: Static, saved: Residuals, dq):
+def _backward(implementation: str, static: Static, saved: Residuals, dq):
     """Cotangents of x, w, cos, sin, norm_scale, bias."""
+    static = static.using(implementation)
     project, cos, sin, projected = saved
-    # "mxfp8" quantises what RoPE's adjoint gives: not rounded to q's dtype in between.
-    dz = rope.raw(static.rope.adjoint(), dq if static.project.recipe is None else rope.wide(dq), cos, sin)
+    if static.project.recipe is None:
+        dz = rope.raw(static.rope.adjoint(), dq, cos, sin)
+    elif project.bias is None:  # quantised as it is rotated, where a kernel does both
+        dz = rope_quantize.raw(static.rope.adjoint(), dq, cos, sin)
+    else:
+        dz = rope.raw(static.rope.adjoint(), rope.wide(dq), cos, sin)
     dx, dw, dscale, dbias = linear.project_backward(static.project, project, dz)
     dcos = dsin = None
     if projected is not None:
@@ -122,7 +134,7 @@ def _xla_backward(static: Static, saved: Residuals, dq):
     return dx, dw, dcos, dsin, dscale, dbias
 
 
-IMPLEMENTATIONS = {"xla": dispatch.Implementation(forward=_xla_forward, backward=_xla_backward)}
+IMPLEMENTATIONS = dispatch.composed(_forward, _backward, "triton", "xla")
 
 
 def _choose(static: Static, *args) -> dispatch.Implementation:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mla import checks, dispatch, sharding
+from jax_mla import checks, dispatch, launches, sharding
 from jax_mla.config import RopeConfig
 
 LAYOUTS = ("pairs", "halves")
@@ -184,8 +184,30 @@ def _xla(static: RopeStatic, x: jax.Array, cos: jax.Array, sin: jax.Array) -> ja
     return jnp.concatenate([x[..., :kept], rotated], axis=-1) if kept else rotated
 
 
+def _triton(static: RopeStatic, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    from jax_mla.ffi import triton
+    from jax_mla.kernels import rope as kernels
+
+    if x.size == 0:
+        return x
+    cos, sin, table = launches.tables(cos, sin, x.shape[:-2])
+    layouts = (static.input_layout, static.output_layout)[:: -1 if static.inverse else 1]
+    flat = launches.flat(x, 2)
+    # In a program XLA gives the kernel x's buffer, or a copy where x is read again; nobody gives one up outside.
+    copy = not isinstance(x, jax.core.Tracer)
+    launch = kernels.rope(*flat.shape, static.rotary_dim, table, *layouts, static.inverse, x.dtype.name, copy)
+    return triton.call(launch, flat, cos, sin)[0].reshape(x.shape)
+
+
+def _triton_supports(static: RopeStatic | None = None, *arrays: jax.Array) -> str | None:
+    return launches.supports(*arrays)
+
+
 # The backward pass is a forward one with `inverse` turned round.
-IMPLEMENTATIONS = {"xla": dispatch.Implementation(forward=_xla, backward=_xla)}
+IMPLEMENTATIONS = {
+    "triton": dispatch.Implementation(forward=_triton, backward=_triton, supports=_triton_supports),
+    "xla": dispatch.Implementation(forward=_xla, backward=_xla),
+}
 
 
 def raw(static: RopeStatic, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_mla import checks, dispatch, rope, sharding
+from jax_mla import checks, dispatch, launches, rope, sharding
 
 
 def apply_rope_kv(
@@ -82,7 +83,43 @@ def _xla_backward(static: KVStatic, dk, dv, cos, sin) -> tuple[jax.Array, jax.Ar
     return dkv, rope.rotate(adjoint, summed, cos, sin)[..., 0, :]
 
 
-IMPLEMENTATIONS = {"xla": dispatch.Implementation(forward=_xla_forward, backward=_xla_backward)}
+def _launch(static: KVStatic, make: str, tokens, heads, rotary, value, cos, sin, dtype, *arrays):
+    from jax_mla.ffi import triton
+    from jax_mla.kernels import rope as kernels
+
+    cos, sin, table = launches.tables(cos, sin, tokens)
+    sizes = (math.prod(tokens), heads, static.nope_dim, rotary, value, table)
+    launch = getattr(kernels, make)(*sizes, static.input_layout, static.output_layout, dtype.name)
+    return triton.call(launch, *arrays, cos, sin)
+
+
+def _triton_forward(static: KVStatic, kv, k_pe, cos, sin) -> tuple[jax.Array, jax.Array]:
+    if kv.size == 0 or k_pe.dtype != kv.dtype:
+        return _xla_forward(static, kv, k_pe, cos, sin)
+    *tokens, heads, width = kv.shape
+    sizes = (tuple(tokens), heads, k_pe.shape[-1], width - static.nope_dim)
+    k, v = _launch(static, "split", *sizes, cos, sin, kv.dtype, launches.flat(kv, 2), launches.flat(k_pe, 1))
+    return k.reshape(*kv.shape[:-1], -1), v.reshape(*kv.shape[:-1], -1)
+
+
+def _triton_backward(static: KVStatic, dk, dv, cos, sin) -> tuple[jax.Array, jax.Array]:
+    if dk.size == 0:
+        return _xla_backward(static, dk, dv, cos, sin)
+    *tokens, heads, width = dk.shape
+    sizes = (tuple(tokens), heads, width - static.nope_dim, dv.shape[-1])
+    arrays = launches.flat(dk, 2), launches.flat(dv, 2)
+    dkv, dk_pe = _launch(static, "split_backward", *sizes, cos, sin, dk.dtype, *arrays)
+    return dkv.reshape(*dk.shape[:-1], -1), dk_pe.reshape(*tokens, -1)
+
+
+def _triton_supports(static: KVStatic | None = None, *arrays) -> str | None:
+    return launches.supports(*arrays)
+
+
+IMPLEMENTATIONS = {
+    "triton": dispatch.Implementation(_triton_forward, _triton_backward, _triton_supports),
+    "xla": dispatch.Implementation(forward=_xla_forward, backward=_xla_backward),
+}
 
 
 def raw_forward(static: KVStatic, kv, k_pe, cos, sin) -> tuple[jax.Array, jax.Array]:

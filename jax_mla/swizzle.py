@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 
-from jax_mla import checks, dispatch, mxfp8_tensor, sharding
+from jax_mla import checks, dispatch, launches, mxfp8_tensor, sharding
 from jax_mla.mxfp8_tensor import MXFP8Tensor
 
 _ROWS, _BLOCKS = 128, 4  # a tile's
@@ -138,4 +139,20 @@ def _xla_unswizzle(static: Static, rows: int, blocks: int, buffer: jax.Array) ->
     return jnp.moveaxis(matrices, -2, static.token_axis)
 
 
-IMPLEMENTATIONS = {"xla": dispatch.Implementation(forward=_xla_swizzle, backward=None)}
+def _triton_swizzle(static: Static, scales: jax.Array) -> jax.Array:
+    from jax_mla.ffi import triton
+    from jax_mla.kernels import mxfp8 as kernels
+
+    if scales.size == 0:
+        return _xla_swizzle(static, scales)
+    axis = scales.ndim + static.token_axis
+    outer, inner = math.prod(scales.shape[:axis]), math.prod(scales.shape[axis + 1 : -1])
+    launch = kernels.swizzle(outer, scales.shape[axis], inner, scales.shape[-1], static.usage)
+    lead = scales.shape[:axis] + scales.shape[axis + 1 : -1]
+    return triton.call(launch, scales)[0].reshape(*lead, -1)
+
+
+IMPLEMENTATIONS = {
+    "triton": dispatch.Implementation(_triton_swizzle, None, lambda *_: launches.supports()),
+    "xla": dispatch.Implementation(forward=_xla_swizzle, backward=None),
+}

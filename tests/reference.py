@@ -235,11 +235,15 @@ def mxfp8(x, axis, rounding="up"):
     return np.moveaxis(codes.reshape(x.shape), -1, axis), np.moveaxis(scales, -1, axis)
 
 
+def decode(codes, scales, axis):
+    """The values of codes and scales, uint8."""
+    values = np.asarray(codes).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    return np.ldexp(values, np.repeat(np.asarray(scales).astype(int) - 127, 32, axis))
+
+
 def mxfp8_values(x, axis):
     """x after a round trip through MXFP8 in blocks along `axis`."""
-    codes, scales = mxfp8(x, axis)
-    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    return np.ldexp(values, np.repeat(scales.astype(int) - 127, 32, axis))
+    return decode(*mxfp8(x, axis), axis)
 
 
 # --- The layer ----------------------------------------------------------------------------------------------------

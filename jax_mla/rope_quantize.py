@@ -1,0 +1,41 @@
+"""RoPE whose float32 result goes straight to MXFP8, both ways: what stands before the backward GEMMs of queries."""
+
+import functools
+
+import jax
+
+from jax_mla import launches, mxfp8, rope, sharding
+from jax_mla.mxfp8_bits import CODES
+from jax_mla.mxfp8_tensor import MXFP8Tensor
+
+
+def raw(static: rope.RopeStatic, x: jax.Array, cos: jax.Array, sin: jax.Array) -> MXFP8Tensor:
+    """MXFP8(RoPE(x)) of x [..., T, H, D] with both copies, token axis -3, no proxy: one kernel where there is one, else
+    `rope.raw` in float32 and then `quantize_mxfp8`. `static.implementation` is a name."""
+    quantization = mxfp8.Static("both", -3, "up", x.dtype, static.implementation)
+    if static.implementation != "triton" or _unsupported(static, x) is not None:
+        return mxfp8.raw_quantize(quantization, rope.raw(static, rope.wide(x), cos, sin)).detach()
+    tokens = " ".join(f"t{i}" for i in range(x.ndim - 2))
+    copies = ", ".join([f"{tokens} h D"] * 4)
+    rule = f"{tokens} h D, {tokens} P, {tokens} P -> {copies}"
+    arrays = sharding.local("rope_quantize", rule, functools.partial(_triton, static, quantization), x, cos, sin)
+    return quantization.tensor(*arrays).detach()
+
+
+def _unsupported(static: rope.RopeStatic, x: jax.Array) -> str | None:
+    from jax_mla.kernels import rope_mxfp8 as kernels
+
+    return kernels.supports(x.shape[-1], static.rotary_dim) if x.size else "found no elements"
+
+
+def _triton(static: rope.RopeStatic, quantization: mxfp8.Static, x, cos, sin) -> tuple[jax.Array, ...]:
+    from jax_mla.ffi import triton
+    from jax_mla.kernels import rope_mxfp8 as kernels
+
+    cos, sin, table = launches.tables(cos, sin, x.shape[:-2])
+    layouts = (static.input_layout, static.output_layout)[:: -1 if static.inverse else 1]
+    flat = launches.flat(x, 2)
+    launch = kernels.rope_quantize(*flat.shape, static.rotary_dim, table, *layouts, static.inverse)
+    arrays = triton.call(launch, flat, cos, sin)
+    codes = [jax.lax.bitcast_convert_type(a, CODES) if i % 2 == 0 else a for i, a in enumerate(arrays)]
+    return tuple(a.reshape(s) for a, s in zip(codes, quantization.shapes(x.shape), strict=True))

@@ -1,0 +1,116 @@
+"""RMSNorm in Triton: forward, forward with MXFP8 both ways of the float32 result, backward.
+
+y = x rstd factor, rstd = 1 / sqrt(mean(x^2) + eps), factor = scale, or 1 + scale where it is zero-centred; float32.
+"""
+
+import triton
+import triton.language as tl
+
+from .launch import Launch, cdiv, power_of_two
+from .mxfp8 import store_columns, store_rows
+
+
+@triton.jit
+def _factor(scale, ZERO_CENTERED: tl.constexpr):
+    factor = scale.to(tl.float32)
+    if ZERO_CENTERED:
+        factor += 1.0
+    return factor
+
+
+@triton.jit
+def norm_kernel(x, scale, y, rstd, K: tl.constexpr, EPS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+                BK: tl.constexpr):  # fmt: skip
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BK)
+    values = tl.load(x + row * K + k, mask=k < K, other=0).to(tl.float32)
+    r = 1.0 / tl.sqrt_rn(tl.sum(values * values, axis=0) / K + EPS)
+    factor = _factor(tl.load(scale + k, mask=k < K, other=0), ZERO_CENTERED)
+    tl.store(y + row * K + k, (values * r * factor).to(y.dtype.element_ty), mask=k < K)
+    tl.store(rstd + row, r)
+
+
+@triton.jit
+def norm_quantize_kernel(x, scale, row_codes, row_scales, column_codes, column_scales, rstd, K: tl.constexpr,
+                         EPS: tl.constexpr, ZERO_CENTERED: tl.constexpr, UP: tl.constexpr,
+                         G: tl.constexpr):  # fmt: skip
+    """32 rows: once for their squares, once more, out of the cache, to normalise and quantise."""
+    block = tl.program_id(0).to(tl.int64)
+    row = block * 32 + tl.arange(0, 32)
+    lane = tl.arange(0, 32)
+    squares = tl.zeros((32, G, 32), tl.float32)
+    for start in range(0, K // 32, G):
+        group = start + tl.arange(0, G)
+        offsets = row[:, None, None] * K + (group[None, :, None] * 32 + lane[None, None, :])
+        mask = tl.broadcast_to((group < K // 32)[None, :, None], (32, G, 32))
+        values = tl.load(x + offsets, mask=mask, other=0).to(tl.float32)
+        squares += values * values
+    r = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(squares, axis=2), axis=1) / K + EPS)
+    tl.store(rstd + row, r)
+    for start in range(0, K // 32, G):
+        group = start + tl.arange(0, G)
+        column = group[:, None] * 32 + lane[None, :]
+        offsets = row[:, None, None] * K + column[None, :, :]
+        mask = tl.broadcast_to((group < K // 32)[None, :, None], (32, G, 32))
+        values = tl.load(x + offsets, mask=mask, other=0).to(tl.float32)
+        factor = _factor(tl.load(scale + column, mask=(group < K // 32)[:, None], other=0), ZERO_CENTERED)
+        y = values * r[:, None, None] * factor[None, :, :]
+        y = tl.where(mask, y, 0.0)
+        store_rows(y, row, group, offsets, mask, row_codes, row_scales, K, UP)
+        store_columns(y, block, group, offsets, mask, column_codes, column_scales, K, UP)
+
+
+@triton.jit
+def norm_backward_kernel(x, rstd, scale, dy, dx, dscale, ROWS: tl.constexpr, K: tl.constexpr,
+                         ZERO_CENTERED: tl.constexpr, EACH: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """EACH rows, a partial sum of dscale. h = x rstd, g = dy factor: dx = rstd (g - h mean(g h)), dscale = dy h."""
+    k = tl.arange(0, BK)
+    factor = _factor(tl.load(scale + k, mask=k < K, other=0), ZERO_CENTERED)
+    total = tl.zeros((BK,), tl.float32)
+    first = tl.program_id(0).to(tl.int64) * EACH
+    for i in range(EACH):
+        row = first + i
+        mask = (k < K) & (row + 0 * k < ROWS)
+        r = tl.load(rstd + row, mask=row < ROWS, other=0)
+        h = tl.load(x + row * K + k, mask=mask, other=0).to(tl.float32) * r
+        cotangent = tl.load(dy + row * K + k, mask=mask, other=0).to(tl.float32)
+        g = cotangent * factor
+        g = tl.where(mask, g, 0.0)
+        mean = tl.sum(g * h, axis=0) / K
+        tl.store(dx + row * K + k, (r * (g - h * mean)).to(dx.dtype.element_ty), mask=mask)
+        total += cotangent * h
+    tl.store(dscale + tl.program_id(0).to(tl.int64) * K + k, total, mask=k < K)
+
+
+# --- Launches -----------------------------------------------------------------------------------------------------
+
+
+def _warps(columns: int) -> int:
+    return 4 if columns <= 2048 else 8
+
+
+def norm(rows: int, columns: int, eps: float, zero_centered: bool, dtype: str) -> Launch:
+    """x [rows, columns], scale -> y like x, rstd float32 [rows]."""
+    constants = (("K", columns), ("EPS", eps), ("ZERO_CENTERED", zero_centered), ("BK", power_of_two(columns)))
+    return Launch(norm_kernel, (rows,), (((rows, columns), dtype), ((rows,), "float32")), constants, _warps(columns), 1)
+
+
+def norm_quantize(rows: int, columns: int, eps: float, zero_centered: bool, rounding: str = "up", groups: int = 4,
+                  num_warps: int = 4, num_stages: int = 3) -> Launch:  # fmt: skip
+    """x [rows, columns], scale -> row-wise codes and scales, column-wise ones, rstd; rows a multiple of 32."""
+    constants = (("K", columns), ("EPS", eps), ("ZERO_CENTERED", zero_centered), ("UP", rounding == "up"))
+    codes = ((rows, columns), "uint8")
+    outputs = (codes, ((rows, columns // 32), "uint8"), codes, ((rows // 32, columns), "uint8"), ((rows,), "float32"))
+    return Launch(norm_quantize_kernel, (cdiv(rows, 32),), outputs, (*constants, ("G", groups)), num_warps, num_stages)
+
+
+def norm_backward(rows: int, columns: int, zero_centered: bool, dtype: str, programs: int = 1024) -> Launch:
+    """x, rstd, scale, dy -> dx like x, partial sums of dscale, float32 [programs, columns].
+
+    The number of programs is fixed, whatever the GPU: the order of the sum decides its last bits."""
+    each = max(1, cdiv(rows, programs))
+    grid = (max(1, cdiv(rows, each)),)
+    constants = (("ROWS", rows), ("K", columns), ("ZERO_CENTERED", zero_centered), ("EACH", each))
+    outputs = (((rows, columns), dtype), ((grid[0], columns), "float32"))
+    return Launch(norm_backward_kernel, grid, outputs, (*constants, ("BK", power_of_two(columns))), _warps(columns), 2)

@@ -1,0 +1,71 @@
+"""Runs a kernel's launch specification on torch tensors: on the CPU in Triton's interpreter, or on a GPU.
+
+To be imported before triton: TRITON_INTERPRET is read when a kernel is defined. The interpreter (3.6 to 3.9) casts
+float32 to E4M3 without saturating, and wrongly; here its casts are ml_dtypes' with saturation, as cvt.rn.satfinite.
+"""
+
+import os
+
+import ml_dtypes
+import numpy as np
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+DTYPES = {name: getattr(torch, name) for name in ("uint8", "bfloat16", "float16", "float32")}
+CANARY = 0x5A  # in every byte that a kernel is to write
+
+
+def _patch_casts():
+    from triton.runtime import interpreter
+
+    types = {
+        "fp8e4nv": (ml_dtypes.float8_e4m3fn, 448.0),
+        "bf16": (ml_dtypes.bfloat16, None),
+        "fp16": (np.float16, None),
+        "fp32": (np.float32, None),
+    }
+    original = interpreter._convert_float
+
+    def convert(x, source, target, rounding):
+        s, t = types.get(str(source)), types.get(str(target))
+        if s is None or t is None or rounding == interpreter._ir.ROUNDING_MODE.RTZ:
+            return original(x, source, target, rounding)
+        values = np.frombuffer(x.tobytes(), s[0]).astype(np.float32)
+        if t[1] is not None:
+            values = np.where(np.isnan(values), values, np.clip(values, -t[1], t[1]))
+        bits = np.frombuffer(values.astype(t[0]).tobytes(), f"uint{target.primitive_bitwidth}")
+        return bits.reshape(x.shape)
+
+    interpreter._convert_float = convert
+
+
+if not GPU:
+    _patch_casts()
+
+
+def run(launch, *inputs):
+    """The outputs; every byte of one that is not an alias starts as a canary."""
+    outputs = []
+    for shape, dtype in launch.outputs:
+        size = int(np.prod(shape)) * DTYPES[dtype].itemsize
+        raw = torch.full((size,), CANARY, dtype=torch.uint8, device=inputs[0].device)
+        outputs.append(raw.view(DTYPES[dtype]).reshape(shape))
+    for i, o in launch.aliases:
+        outputs[o] = inputs[i].clone()
+    aliased = dict(launch.aliases)
+    arguments = [outputs[aliased[i]] if i in aliased else x for i, x in enumerate(inputs)]
+    options = dict(num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=False)
+    launch.kernel[launch.grid](*arguments, *outputs, **dict(launch.constants), **options)
+    return outputs
+
+
+def to_torch(x, dtype="float32"):
+    """A tensor of a numpy array's values, on the device that kernels run on."""
+    return torch.from_numpy(np.asarray(x, np.float32)).to(DTYPES[dtype]).to("cuda" if GPU else "cpu")
+
+
+def to_numpy(x):
+    return x.cpu().numpy() if x.dtype != torch.bfloat16 else x.cpu().float().numpy()
