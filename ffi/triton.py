@@ -36,9 +36,15 @@ def unavailable() -> str | None:
     absent = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
     if absent:
         return f"needs {' and '.join(absent)} (extra `cuda`)"
-    if _capability.get() is None and jax.default_backend() != "gpu":
-        return f"needs an NVIDIA GPU; jax's default backend here is {jax.default_backend()}"
+    if _capability.get() is None and _platform() not in ("gpu", "cuda"):
+        return f"needs an NVIDIA GPU; jax's default backend here is {_platform()}"
     return None
+
+
+def _platform() -> str:
+    """Where a program that says nothing else will run."""
+    device = jax.config.jax_default_device  # a device, a platform's name, or None
+    return getattr(device, "platform", device) or jax.default_backend()
 
 
 @functools.cache

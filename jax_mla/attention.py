@@ -39,6 +39,8 @@ def attention(
     segment_ids: integers [B, T], one id a token: queries see keys of their own id only; 0 is padding, whose rows give 0
     and whose values (NaN too) reach nothing. kv_segment_ids [B, S]: the keys' ids, by default segment_ids, which then
     wants S = T. With kv_segment_ids given, causal is counted within each segment (a segment being one run of its id).
+    Padding in an MXFP8Tensor has already set the scales of blocks it shares with tokens: it must have been finite and
+    small when it was quantised (`mla` makes it 0).
     cu_seqlens: instead of ids, the boundaries of the packed sequences: integers [B, n + 1], or [n + 1] with packed
     tokens (thd) q, k [T, H, D] and v [T, H, V], whose results have no batch dim either. `segment_ids_from_cu_seqlens`
     says what they mean. With MXFP8, sequences start at multiples of 32, so that no block of v mixes two: checked where
@@ -61,25 +63,25 @@ def attention(
         segment_ids = _packed_ids(q, k, cu_seqlens, segment_ids, kv_segment_ids)
         one_row = segment_ids.ndim == 1
         if one_row:
-            checks.dims("v", v, "S H V")
+            checks.dims("v", operands.shaped(v), "S H V")
             q, k, v, segment_ids = jax.tree.map(lambda a: a[None], (q, k, v, segment_ids))
         options = dict(return_lse=return_lse, return_max_logit=return_max_logit)
         options |= dict(grad_dtype=grad_dtype, implementation=implementation)
         outputs = attention(q, k, v, scale=scale, causal=causal, segment_ids=segment_ids, **options)
         # max_logit has no batch dim to take off.
         return jax.tree.map(lambda a: a[0] if one_row and a.ndim > 1 else a, outputs)
-    sizes = checks.dims("q", q, "B T H D")
-    checks.floating("q", q)
-    sizes = checks.dims("k", k, "B S H D", **{name: sizes[name] for name in "BHD"}) | sizes
-    sizes = checks.dims("v", v, "B S H V", **{name: sizes[name] for name in "BSH"}) | sizes
     for argument, array in (("k", k), ("v", v)):
         if (operands.kind(array) != "array") != quantized:
-            raise TypeError(f"{argument}: found {array!r}, wanted q, k and v all arrays or all MXFP8Tensors")
-        if array.dtype != q.dtype:
-            raise TypeError(f"{argument}: found dtype {array.dtype}, wanted q's, which is {q.dtype}")
+            raise TypeError(f"{argument}: found {checks.show(array)}, wanted q, k and v all arrays or all MXFP8Tensors")
     if quantized:
         for argument, tensor, usage in zip("qkv", (q, k, v), _READ, strict=True):
             operands.check_tensor(argument, tensor, -3, usage)
+    sizes = operands.check("q", q, "B T H D", None, -3, "rowwise")
+    sizes = operands.check("k", k, "B S H D", None, -3, "rowwise", **{name: sizes[name] for name in "BHD"}) | sizes
+    sizes = operands.check("v", v, "B S H V", None, -3, "columnwise", **{n: sizes[n] for n in "BSH"}) | sizes
+    for argument, array in (("k", k), ("v", v)):
+        if array.dtype != q.dtype:
+            raise TypeError(f"{argument}: found dtype {array.dtype}, wanted q's, which is {q.dtype}")
     scale = max(sizes["D"], 1) ** -0.5 if scale is None else checks.static_float("scale", scale)
     if not isinstance(causal, bool | str) or causal not in CAUSAL:
         raise checks.found("causal", causal, "True, False or 'bottom_right'")
@@ -94,7 +96,8 @@ def attention(
         scale=scale,
         causal=causal,
         own_order=kv_segment_ids is not None,
-        grad_dtype=_grad_dtype(grad_dtype, q.dtype),
+        dtype=jnp.dtype(operands.products(q.dtype) if quantized else q.dtype),
+        grad_dtype=_grad_dtype(grad_dtype),
         implementation=dispatch.check(implementation),
     )
     o, lse, max_logits = _attention(static, q, k, v, q_ids, k_ids)
@@ -109,10 +112,10 @@ def attention(
 _READ = ("rowwise", "rowwise", "columnwise")  # the copies of q, k and v
 
 
-def _grad_dtype(grad_dtype, dtype):
+def _grad_dtype(grad_dtype):
     if grad_dtype is None:
-        return jnp.dtype(dtype)
-    grad_dtype = jnp.dtype(grad_dtype)
+        return None
+    grad_dtype = checks.dtype("grad_dtype", grad_dtype)
     checks.floating("grad_dtype", jax.ShapeDtypeStruct((), grad_dtype))
     return grad_dtype
 
@@ -122,6 +125,7 @@ def _packed_ids(q, k, cu_seqlens, segment_ids, kv_segment_ids) -> jax.Array:
     if segment_ids is not None or kv_segment_ids is not None:
         raise ValueError("cu_seqlens: found segment ids besides, wanted one of the two")
     one_row = getattr(cu_seqlens, "ndim", 2) == 1
+    q, k = operands.shaped(q), operands.shaped(k)
     sizes = checks.dims("q", q, "T H D" if one_row else "B T H D")
     if checks.dims("k", k, "S H D" if one_row else "B S H D")["S"] != sizes["T"]:
         raise checks.found("k", k, f"as many keys as queries, {sizes['T']}, where cu_seqlens are given")
@@ -137,7 +141,8 @@ class Static:
     scale: float
     causal: bool | str
     own_order: bool  # causal is counted within each segment, whose queries and keys lie at different indices
-    grad_dtype: jnp.dtype
+    dtype: jnp.dtype  # what is multiplied in
+    grad_dtype: jnp.dtype | None  # in the backward pass, where it is not `dtype`
     implementation: dispatch.Choice
 
 
@@ -162,7 +167,8 @@ def _run(direction: str, static: Static, dtype, q, k, v, *arrays):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(static: Static, q, k, v, q_ids, k_ids):
     """o, lse, and every row's largest logit [B, T, H]."""
-    return _run("forward", static, q.dtype, q, k, v, q_ids, k_ids)
+    o, lse, max_logits = _run("forward", static, static.dtype, q, k, v, q_ids, k_ids)
+    return o.astype(q.dtype), lse, max_logits
 
 
 class Residuals(NamedTuple):
@@ -176,7 +182,8 @@ class Residuals(NamedTuple):
 
 
 def _attention_fwd(static: Static, q, k, v, q_ids, k_ids):
-    o, lse, max_logits = _run("forward", static, q.dtype, q, k, v, q_ids, k_ids)
+    o, lse, max_logits = _run("forward", static, static.dtype, q, k, v, q_ids, k_ids)
+    o = o.astype(q.dtype)
     # Named here, since here they are residuals: a policy that keeps both does not run the forward pass again.
     o, lse = checkpoint_name(o, "attention_out"), checkpoint_name(lse, "attention_lse")
     kept = (operands.keep(x, usage) for x, usage in zip((q, k, v), _READ, strict=True))
@@ -185,7 +192,8 @@ def _attention_fwd(static: Static, q, k, v, q_ids, k_ids):
 
 def _attention_bwd(static: Static, saved: Residuals, cotangents):
     do, dlse, _ = cotangents  # max_logit is documented as not differentiable
-    gradients = _run("backward", static, static.grad_dtype, *saved, do.astype(static.grad_dtype), dlse)
+    dtype = static.dtype if static.grad_dtype is None else static.grad_dtype
+    gradients = _run("backward", static, dtype, *saved, do.astype(dtype), dlse)
     given = zip(static.kinds, saved[:3], gradients, strict=True)
     return *(_give(kind, kept, gradient) for kind, kept, gradient in given), None, None
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_mla import segments
 from jax_mla.rope import wide
@@ -128,7 +129,7 @@ def _dot(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 def _where(mask: jax.Array, x: jax.Array, other: float) -> jax.Array:
     """x where the mask holds, else a number. In x's dtype: a bare Python float is a float64 in x64 mode."""
-    return jnp.where(mask, x, jnp.asarray(other, x.dtype))
+    return jnp.where(mask, x, np.asarray(other, x.dtype))  # numpy's: jax_debug_nans looks at every array of JAX's
 
 
 def _split(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -24,8 +24,9 @@ def dims(argument: str, x: jax.Array, letters: str, **sizes: int) -> dict[str, i
 
     A letter already in `sizes` must match; a number is a wanted size; "..." at the front stands for any leading dims.
     """
-    if not hasattr(x, "shape"):
-        raise TypeError(f"{argument}: found {type(x).__name__}, wanted an array [{', '.join(letters.split())}]")
+    if not hasattr(x, "shape") or hasattr(x, "token_axis"):
+        what = repr(x) if hasattr(x, "token_axis") else type(x).__name__
+        raise TypeError(f"{argument}: found {what}, wanted an array [{', '.join(letters.split())}]")
     names = letters.split()
     open_front = names[0] == "..."
     names = names[open_front:]
@@ -44,6 +45,20 @@ def floating(argument: str, x: jax.Array) -> None:
     """bf16, fp16, fp32 or fp64: the dtypes an op computes in. (8-bit floats come as quantised tensors, never bare.)"""
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
         raise TypeError(f"{argument}: found dtype {x.dtype}, wanted bfloat16, float16, float32 or float64")
+
+
+def dtype(argument: str, value: Any, narrow: bool = False) -> np.dtype:
+    """value as a dtype that arrays here can have: no array, no unknown name and, unless `narrow` (who asks refuses it
+    anyway), no float64 outside x64 mode."""
+    try:
+        if isinstance(value, jax.Array | np.ndarray):
+            raise TypeError
+        result = jnp.dtype(value)
+    except TypeError:
+        raise TypeError(f"{argument}: found {show(value)}, wanted a dtype") from None
+    if not narrow and jax.dtypes.canonicalize_dtype(result) != result:
+        raise TypeError(f"{argument}: found {result}, wanted x64 mode for it, or a narrower dtype")
+    return result
 
 
 def integer(argument: str, x: jax.Array) -> None:

@@ -152,6 +152,8 @@ def _dequantized(tensor: _Tensor, codes: Any, factors: Any) -> np.ndarray:
         raise ValueError(f"{key}: missing, wanted float32 {list(blocks)} beside the float8_e4m3fn {tensor.key}")
     if tuple(codes.shape) != tensor.hf_shape:
         raise checks.found(tensor.key, codes, f"shape {list(tensor.hf_shape)}")
+    if getattr(factors, "dtype", None) == np.float64:
+        raise TypeError(f"{key}: found dtype float64, wanted float32")
     factors = _array(key, factors, blocks).astype(np.float32)
     out, inner = tensor.hf_shape
     spread = factors.repeat(_BLOCK, axis=0)[:out].repeat(_BLOCK, axis=1)[:, :inner]
@@ -226,7 +228,7 @@ def _array(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
             f"{name}: found a torch tensor, wanted a numpy array: pass .detach().cpu().numpy() (of a bfloat16 tensor, "
             f".view(torch.int16).numpy().view(ml_dtypes.bfloat16))"
         )
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+    if not hasattr(value, "shape") or not hasattr(value, "dtype") or hasattr(value, "token_axis"):
         raise TypeError(f"{name}: found {type(value).__name__}, wanted an array of shape {list(shape)}")
     checks.floating(name, value)
     if tuple(value.shape) != shape:

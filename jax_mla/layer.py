@@ -49,17 +49,18 @@ def mla(
 
     Raises ValueError or TypeError naming the argument; NotImplementedError if no implementation fits.
     """
-    parameters.check(params, config)
+    checks.choice("recipe", recipe, operands.RECIPES)
+    parameters.check(params, config, recipe)
     checks.dims("x", x, "B T M", M=config.hidden_size)
     checks.floating("x", x)
     policies.check(remat)
-    checks.choice("recipe", recipe, operands.RECIPES)
     implementation = dispatch.check(implementation)
     batch, length, _ = x.shape
     if segment_ids is not None:
+        given = segment_ids
         segment_ids = segments.check_ids("segment_ids", segment_ids, B=batch, T=length)
-        if recipe is not None:
-            segments.check_blocks("segment_ids", segment_ids, BLOCK)
+        if recipe is not None:  # as given: under jit what `check_ids` returns is traced
+            segments.check_blocks("segment_ids", given, BLOCK)
     if positions is None:
         positions = (
             jnp.arange(length, dtype=jnp.int32) if segment_ids is None else segments.positions_within(segment_ids)

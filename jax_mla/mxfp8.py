@@ -23,6 +23,7 @@ from jax_mla.mxfp8_tensor import (
     check_token_axis,
     cotangent,
     make_proxy,
+    once_differentiable,
     saved,
 )
 
@@ -148,7 +149,8 @@ def raw_quantize(static: Static, x: jax.Array) -> MXFP8Tensor:
     chosen = dispatch.choose("quantize_mxfp8", IMPLEMENTATIONS, static.implementation, static, x)
     dims = " ".join(f"t{i}" for i in range(x.ndim))
     rule = f"{dims} -> " + ", ".join([dims] * 2 * len(static.usages))  # whole blocks a device: see `blocked_axis`
-    return static.tensor(*sharding.local("quantize_mxfp8", rule, functools.partial(chosen.forward, static), x))
+    forward = once_differentiable("quantize_mxfp8", functools.partial(chosen.forward, static))
+    return static.tensor(*sharding.local("quantize_mxfp8", rule, forward, x))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -221,7 +223,8 @@ def raw_dequantize(dtype: np.dtype, t: MXFP8Tensor, implementation: dispatch.Cho
     chosen = dispatch.choose("dequantize", DEQUANTIZE, implementation)
     dims = " ".join(f"t{i}" for i in range(t.ndim))
     rule = f"{dims}, {dims} -> {dims}"
-    return sharding.local("dequantize", rule, functools.partial(chosen.forward, static), *t.copy(t.usages[0]))
+    forward = once_differentiable("dequantize", functools.partial(chosen.forward, static))
+    return sharding.local("dequantize", rule, forward, *t.copy(t.usages[0]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -35,7 +35,7 @@ def block_scales(bits: jax.Array, axis: int, rounding: str) -> jax.Array:
     amax = jnp.max((bits & 0x7FFFFFFF).reshape(blocks), axis=axis + 1)  # bits order as magnitudes do, NaN on top
     code = _exponent(amax) - 8  # 448 is 1.75 * 2^8. A subnormal amax has exponent 0, far below the clamp.
     if rounding == "up":
-        code += (amax & 0x7FFFFF) > 0x600000  # beyond 1.75
+        code += ((amax & 0x7FFFFF) > 0x600000).astype(code.dtype)  # beyond 1.75
     code = jnp.where(amax < _INFINITY, jnp.clip(code, 0, 254), jnp.where(amax == _INFINITY, 254, 255))
     return code.astype(jnp.uint8)
 

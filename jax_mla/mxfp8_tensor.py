@@ -17,6 +17,7 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -124,8 +125,16 @@ class MXFP8Tensor:
         return f"MXFP8Tensor({self.dtype}{shape}, {' and '.join(self.usages) or 'empty'}, token_axis={self.token_axis})"
 
 
+jax.export.register_pytree_node_serialization(
+    MXFP8Tensor,
+    serialized_name="jax_mla.MXFP8Tensor",
+    serialize_auxdata=lambda static: f"{static[0]} {static[1]}".encode(),
+    deserialize_auxdata=lambda text: (np.dtype(text.split()[0].decode()), int(text.split()[1])),
+)
+
+
 def check_dtype(argument: str, dtype) -> np.dtype:
-    dtype = jnp.dtype(dtype)
+    dtype = checks.dtype(argument, dtype, narrow=True)
     if dtype not in DTYPES:
         raise TypeError(f"{argument}: found dtype {dtype}, wanted bfloat16, float16 or float32")
     return dtype
@@ -147,7 +156,7 @@ def check(argument: str, t: MXFP8Tensor, *usages: str) -> None:
     for usage in usages:
         if usage not in t.usages:
             raise checks.found(argument, t, f"an MXFP8Tensor with a {usage} copy (found only {t.usages[0]})")
-    if t.proxy is not None and (t.proxy.dtype != t.dtype or t.proxy.shape != t.shape):
+    if t.proxy is not None and (getattr(t.proxy, "dtype", None) != t.dtype or t.proxy.shape != t.shape):
         raise checks.found(f"{argument}.proxy", t.proxy, f"None or {t.dtype}{list(t.shape)}")
     for usage in t.usages:
         codes, scales = getattr(t, f"{usage}_codes"), getattr(t, f"{usage}_scales")
@@ -180,6 +189,21 @@ def make_proxy(codes: jax.Array, dtype: np.dtype) -> jax.Array:
     """From the codes, not zeros: it varies over devices and vmap as they do. (An unbatched proxy of batched codes
     would add up the whole batch's gradients.)"""
     return codes.astype(dtype)
+
+
+def once_differentiable(op: str, function):
+    """`function`, arithmetic on bits, whose derivative would be silently 0: whoever differentiates the rules that call
+    it (second derivatives, forward mode over reverse) gets an error."""
+
+    @jax.custom_jvp
+    def run(*arrays):
+        return function(*arrays)
+
+    @run.defjvp
+    def refuse(primals, tangents):
+        raise NotImplementedError(f"{op}: found a second derivative through MXFP8, wanted the first alone")
+
+    return run
 
 
 class Saved(NamedTuple):

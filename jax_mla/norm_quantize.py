@@ -8,7 +8,7 @@ import jax
 
 from jax_mla import checks, dispatch, launches, mxfp8, norm, sharding
 from jax_mla.mxfp8_bits import CODES
-from jax_mla.mxfp8_tensor import MXFP8Tensor
+from jax_mla.mxfp8_tensor import MXFP8Tensor, once_differentiable
 from jax_mla.rope import wide
 
 
@@ -70,8 +70,9 @@ def _triton_forward(static: Static, x: jax.Array, scale: jax.Array) -> tuple[jax
     if x.size == 0:
         return _xla_forward(static, x, scale)
     flat = launches.flat(x, 1)
-    launch = kernels.norm_quantize(*flat.shape, static.norm.eps, static.norm.zero_centered, static.quantize.rounding)
-    *arrays, rstd = triton.call(launch, flat, scale)
+    (rstd,) = triton.call(kernels.rstd(*flat.shape, static.norm.eps), flat)
+    launch = kernels.norm_quantize(*flat.shape, static.norm.zero_centered, static.quantize.rounding)
+    arrays = triton.call(launch, flat, rstd, scale)
     codes = [jax.lax.bitcast_convert_type(a, CODES) if i % 2 == 0 else a for i, a in enumerate(arrays)]
     shapes = static.quantize.shapes(x.shape)
     return *(a.reshape(s) for a, s in zip(codes, shapes, strict=True)), rstd.reshape(x.shape[:-1])
@@ -103,7 +104,7 @@ def raw_forward(static: Static, x: jax.Array, scale: jax.Array) -> tuple[MXFP8Te
     """The tensor, rstd [...]."""
     rows = " ".join(f"t{i}" for i in range(x.ndim - 1))
     copies = ", ".join([f"{rows} K"] * 2 * len(static.quantize.usages))
-    forward = functools.partial(_choose(static, x, scale).forward, static)
+    forward = once_differentiable("rms_norm_quantize", functools.partial(_choose(static, x, scale).forward, static))
     rule = f"{rows} K, K -> {copies}, {rows}"
     *arrays, rstd = sharding.local("rms_norm_quantize", rule, forward, x, sharding.follow(scale))
     return static.quantize.tensor(*arrays), rstd

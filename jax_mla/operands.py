@@ -44,13 +44,20 @@ def weight_axis(ndim: int, contract: int = 1) -> int:
 def check(argument: str, x: Operand, letters: str, recipe: str | None, token_axis: int, usage: str, **sizes: int):
     """Shape, dtype, a tensor's token axis and, under "mxfp8", whole blocks of `usage`, which the forward pass reads.
     Returns the sizes."""
-    sizes = checks.dims(argument, x, letters, **sizes)
-    checks.floating(argument, x)
     if isinstance(x, MXFP8Tensor):
         check_tensor(argument, x, token_axis)
+        sizes = checks.dims(argument, shaped(x), letters, **sizes)
+    else:
+        sizes = checks.dims(argument, x, letters, **sizes)
+        checks.floating(argument, x)
     if recipe is not None:
         check_blocks(argument, x, token_axis, usage)
     return sizes
+
+
+def shaped(x: Operand):
+    """What has x's shape and logical dtype, for checks of arrays."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, MXFP8Tensor) else x
 
 
 def check_tensor(argument: str, t: MXFP8Tensor, token_axis: int, *usages: str) -> None:

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mla import checks, mxfp8, operands
+from jax_mla import checks, mxfp8, mxfp8_tensor, operands
 from jax_mla.config import MLAConfig
+from jax_mla.mxfp8_bits import BLOCK
 from jax_mla.mxfp8_tensor import MXFP8Tensor
 
 
@@ -62,7 +63,7 @@ def init(key: jax.Array, config: MLAConfig, param_dtype=jnp.float32) -> dict[str
     parameter's value depends on the key and its name alone. key: a JAX PRNG key. param_dtype: floating.
     Raises TypeError for another config or dtype.
     """
-    param_dtype = jnp.dtype(param_dtype)
+    param_dtype = checks.dtype("param_dtype", param_dtype)
     if not jnp.issubdtype(param_dtype, jnp.floating) or param_dtype.itemsize < 2:
         raise TypeError(f"param_dtype: found {param_dtype}, wanted bfloat16, float16, float32 or float64")
     return {name: draw(key, name, spec, param_dtype) for name, spec in specs(config).items()}
@@ -88,9 +89,14 @@ def quantize_params(params: Mapping[str, jax.Array], config: MLAConfig, *, usage
     check(params, config)
 
     def quantize(name, spec):
-        if not spec.contracted or isinstance(params[name], MXFP8Tensor):
-            return params[name]
-        return mxfp8.quantize_mxfp8(jnp.asarray(params[name]), usage=usage, token_axis=spec.token_axis)
+        given = params[name]
+        if not spec.contracted:
+            return given
+        if isinstance(given, MXFP8Tensor):
+            mxfp8_tensor.check(f"params[{name!r}]", given, *(mxfp8_tensor.COPIES if usage == "both" else (usage,)))
+            return given
+        mxfp8_tensor.check_dtype(f"params[{name!r}]", given.dtype)
+        return mxfp8.quantize_mxfp8(jnp.asarray(given), usage=usage, token_axis=spec.token_axis)
 
     return {name: quantize(name, spec) for name, spec in specs(config).items()}
 
@@ -100,8 +106,9 @@ def logical_axes(config: MLAConfig) -> dict[str, tuple[str, ...]]:
     return {name: spec.axes for name, spec in specs(config).items()}
 
 
-def check(params: Mapping[str, jax.Array], config: MLAConfig) -> None:
-    """ValueError or TypeError naming every missing, unexpected or misshapen parameter."""
+def check(params: Mapping[str, jax.Array], config: MLAConfig, recipe: str | None = None) -> None:
+    """ValueError or TypeError naming every missing, unexpected or misshapen parameter; under a recipe also dims without
+    whole blocks, and copies that the forward pass would miss."""
     wanted = specs(config)
     if not isinstance(params, Mapping):
         raise TypeError(f"params: found {type(params).__name__}, wanted a dict of arrays: {', '.join(wanted)}")
@@ -112,9 +119,14 @@ def check(params: Mapping[str, jax.Array], config: MLAConfig) -> None:
         )
     for name, spec in wanted.items():
         if isinstance(params[name], MXFP8Tensor) and spec.contracted:
-            operands.check_tensor(f"params[{name!r}]", params[name], spec.token_axis)
+            operands.check_tensor(f"params[{name!r}]", params[name], spec.token_axis, *["columnwise"] * bool(recipe))
         elif not isinstance(params[name], jax.Array | np.ndarray):
             raise TypeError(f"params[{name!r}]: found {type(params[name]).__name__}, wanted an array (nnx: param[...])")
         if tuple(params[name].shape) != spec.shape:
             raise checks.found(f"params[{name!r}]", params[name], f"shape {list(spec.shape)}")
+        if recipe is not None and spec.contracted:
+            for axis in (spec.token_axis, -1):
+                if spec.shape[axis] % BLOCK:
+                    wanted = f"axis {axis} a multiple of {BLOCK} (MXFP8 blocks): choose the config's dims so"
+                    raise checks.found(f"params[{name!r}]", params[name], wanted)
         checks.floating(f"params[{name!r}]", params[name])

@@ -57,7 +57,7 @@ def rope_tables(
     if checks.static_int("rotary_dim", rotary_dim, 2) % 2:
         raise checks.found("rotary_dim", rotary_dim, "an even number (RoPE rotates pairs)")
     positions = checks.integers("positions", positions)
-    dtype = jnp.dtype(dtype)
+    dtype = checks.dtype("dtype", dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype: found {dtype}, wanted a floating dtype")
     angles = positions.astype(jnp.float32)[..., None] * inverse_frequencies(rope, rotary_dim)

@@ -6,7 +6,7 @@ import jax
 
 from jax_mla import launches, mxfp8, rope, sharding
 from jax_mla.mxfp8_bits import CODES
-from jax_mla.mxfp8_tensor import MXFP8Tensor
+from jax_mla.mxfp8_tensor import MXFP8Tensor, once_differentiable
 
 
 def raw(static: rope.RopeStatic, x: jax.Array, cos: jax.Array, sin: jax.Array) -> MXFP8Tensor:
@@ -18,7 +18,8 @@ def raw(static: rope.RopeStatic, x: jax.Array, cos: jax.Array, sin: jax.Array) -
     tokens = " ".join(f"t{i}" for i in range(x.ndim - 2))
     copies = ", ".join([f"{tokens} h D"] * 4)
     rule = f"{tokens} h D, {tokens} P, {tokens} P -> {copies}"
-    arrays = sharding.local("rope_quantize", rule, functools.partial(_triton, static, quantization), x, cos, sin)
+    forward = once_differentiable("q_up_proj_rope", functools.partial(_triton, static, quantization))
+    arrays = sharding.local("rope_quantize", rule, forward, x, cos, sin)
     return quantization.tensor(*arrays).detach()
 
 

@@ -70,8 +70,8 @@ def check_blocks(argument: str, ids: jax.Array | None, block: int) -> None:
 
 def check_starts(argument: str, cu_seqlens: jax.Array, block: int) -> None:
     """The same of boundaries [n + 1] or [B, n + 1]; a sequence of no tokens starts nowhere."""
-    if isinstance(cu_seqlens, jax.core.Tracer) or not hasattr(cu_seqlens, "dtype"):
-        return
+    if isinstance(cu_seqlens, jax.core.Tracer) or getattr(cu_seqlens, "ndim", 0) not in (1, 2):
+        return  # traced, or to be refused by `segment_ids_from_cu_seqlens`
     values = np.asarray(cu_seqlens)
     starts = values[..., :-1][values[..., 1:] > values[..., :-1]]
     _check_starts(argument, starts[starts % block != 0], block)

@@ -67,6 +67,8 @@ def unswizzle_scales(
     Raises TypeError or ValueError naming the argument, also where the buffer's size is not that of `shape`.
     """
     checks.choice("usage", usage, mxfp8_tensor.COPIES)
+    if not isinstance(shape, tuple | list):
+        raise TypeError(f"shape: found {shape!r}, wanted the tuple of the scales' dims")
     shape = tuple(checks.static_int("shape", size, 0) for size in shape)
     static = _check(jax.ShapeDtypeStruct(shape, jnp.uint8), "shape", usage, token_axis, None)
     *lead, rows, blocks = static.matrices(shape)

@@ -35,10 +35,10 @@ def scale_of(amax, UP: tl.constexpr):
 @triton.jit
 def encode(x, scale):
     """The E4M3 code, uint8, of float32 x over 2^(scale - 127)."""
-    # 2^(127 - scale); of 254, which is subnormal, by its bits.
-    inverse = tl.where(scale >= 254, 0x00400000, (254 - scale) << 23).to(tl.float32, bitcast=True)
-    code = (x * inverse).to(tl.float8e4nv).to(tl.uint8, bitcast=True)  # to nearest even, saturating
-    return tl.where(scale == 255, 0x7F, code).to(tl.uint8)
+    # 2^(127 - scale); of 254, which is subnormal, by its bits; of 255 NaN, and the cast makes 0x7F of every NaN.
+    inverse = tl.where(scale == 254, 0x00400000, (254 - scale) << 23)
+    inverse = tl.where(scale == 255, 0x7FC00000, inverse).to(tl.float32, bitcast=True)
+    return (x * inverse).to(tl.float8e4nv).to(tl.uint8, bitcast=True)  # to nearest even, saturating
 
 
 @triton.jit
@@ -52,13 +52,17 @@ def decode(code, scale):
 
 
 @triton.jit
-def _tile(ROWS: tl.constexpr, COLUMNS: tl.constexpr, BT: tl.constexpr, G: tl.constexpr):
-    """Row and group indices of a program's tile, their lanes, and offsets [BT, G, 32] into [ROWS, COLUMNS]."""
-    row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
-    group = tl.program_id(1).to(tl.int64) * G + tl.arange(0, G)
+def tile(ROWS: tl.constexpr, COLUMNS: tl.constexpr, BT: tl.constexpr, G: tl.constexpr):
+    """A program's block of BT rows, its rows, its groups of columns, and offsets [BT, G, 32] into [ROWS, COLUMNS].
+
+    Programs go along the columns first: neighbours in time read neighbours in memory."""
+    ACROSS: tl.constexpr = (COLUMNS // 32 + G - 1) // G
+    block = tl.program_id(0).to(tl.int64) // ACROSS
+    row = block * BT + tl.arange(0, BT)
+    group = tl.program_id(0).to(tl.int64) % ACROSS * G + tl.arange(0, G)
     offsets = row[:, None, None] * COLUMNS + (group[None, :, None] * 32 + tl.arange(0, 32)[None, None, :])
     mask = (row < ROWS)[:, None, None] & (group < COLUMNS // 32)[None, :, None]
-    return row, group, offsets, tl.broadcast_to(mask, (BT, G, 32))
+    return block, row, group, offsets, tl.broadcast_to(mask, (BT, G, 32))
 
 
 @triton.jit
@@ -82,31 +86,31 @@ def store_columns(x, block, group, offsets, mask, codes, scales, COLUMNS: tl.con
 @triton.jit
 def quantize_rows(x, codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UP: tl.constexpr, BT: tl.constexpr,
                   G: tl.constexpr):  # fmt: skip
-    row, group, offsets, mask = _tile(ROWS, COLUMNS, BT, G)
+    block, row, group, offsets, mask = tile(ROWS, COLUMNS, BT, G)
     values = tl.load(x + offsets, mask=mask, other=0).to(tl.float32)
     store_rows(values, row, group, offsets, mask, codes, scales, COLUMNS, UP)
 
 
 @triton.jit
 def quantize_columns(x, codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UP: tl.constexpr, G: tl.constexpr):
-    row, group, offsets, mask = _tile(ROWS, COLUMNS, 32, G)
+    block, row, group, offsets, mask = tile(ROWS, COLUMNS, 32, G)
     values = tl.load(x + offsets, mask=mask, other=0).to(tl.float32)
-    store_columns(values, tl.program_id(0).to(tl.int64), group, offsets, mask, codes, scales, COLUMNS, UP)
+    store_columns(values, block, group, offsets, mask, codes, scales, COLUMNS, UP)
 
 
 @triton.jit
 def quantize_both(x, row_codes, row_scales, column_codes, column_scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                   UP: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    row, group, offsets, mask = _tile(ROWS, COLUMNS, 32, G)
+    block, row, group, offsets, mask = tile(ROWS, COLUMNS, 32, G)
     values = tl.load(x + offsets, mask=mask, other=0).to(tl.float32)
     store_rows(values, row, group, offsets, mask, row_codes, row_scales, COLUMNS, UP)
-    store_columns(values, tl.program_id(0).to(tl.int64), group, offsets, mask, column_codes, column_scales, COLUMNS, UP)
+    store_columns(values, block, group, offsets, mask, column_codes, column_scales, COLUMNS, UP)
 
 
 @triton.jit
 def dequantize_kernel(codes, scales, y, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr,
                       BT: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    row, group, offsets, mask = _tile(ROWS, COLUMNS, BT, G)
+    block, row, group, offsets, mask = tile(ROWS, COLUMNS, BT, G)
     if BY_ROW:
         at = row[:, None, None] * (COLUMNS // 32) + group[None, :, None]
         scale = tl.load(scales + at, mask=(row < ROWS)[:, None, None] & (group < COLUMNS // 32)[None, :, None], other=0)
@@ -136,7 +140,9 @@ def swizzle_kernel(scales, tiles, ROWS: tl.constexpr, BLOCKS: tl.constexpr, INNE
 
 # --- Launches -----------------------------------------------------------------------------------------------------
 
-GROUPS = 4  # 128 columns: 256 bytes a row of bfloat16
+# One warp has a whole tile of 32 rows by 64 columns: no block is spread over two warps, so that both kinds of amax are
+# shuffles, without shared memory or barriers between.
+GROUPS, WARPS = 2, 1
 
 
 def quantize(rows: int, columns: int, usage: str, rounding: str = "up") -> Launch:
@@ -152,14 +158,19 @@ def quantize(rows: int, columns: int, usage: str, rounding: str = "up") -> Launc
     constants = (("ROWS", rows), ("COLUMNS", columns), ("UP", rounding == "up"), ("G", GROUPS))
     if usage == "rowwise":
         constants += (("BT", 32),)
-    return Launch(kernel, (cdiv(rows, 32), cdiv(columns, 32 * GROUPS)), outputs, constants)
+    return Launch(kernel, tiles(rows, columns, GROUPS), outputs, constants, WARPS, 1)
+
+
+def tiles(rows: int, columns: int, groups: int) -> tuple[int]:
+    """The grid of kernels that ask `tile` which one is theirs."""
+    return (cdiv(rows, 32) * cdiv(columns, 32 * groups),)
 
 
 def dequantize(rows: int, columns: int, usage: str, dtype: str) -> Launch:
     """codes, scales -> values [rows, columns]."""
-    constants = (("ROWS", rows), ("COLUMNS", columns), ("BY_ROW", usage == "rowwise"), ("BT", 32), ("G", GROUPS))
-    grid = (cdiv(rows, 32), cdiv(columns, 32 * GROUPS))
-    return Launch(dequantize_kernel, grid, (((rows, columns), dtype),), constants)
+    groups = 4  # 128 columns: 256 bytes a row of bfloat16
+    constants = (("ROWS", rows), ("COLUMNS", columns), ("BY_ROW", usage == "rowwise"), ("BT", 32), ("G", groups))
+    return Launch(dequantize_kernel, tiles(rows, columns, groups), (((rows, columns), dtype),), constants, 4, 1)
 
 
 def swizzle(outer: int, tokens: int, inner: int, columns: int, usage: str) -> Launch:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .launch import Launch, cdiv, power_of_two
-from .mxfp8 import store_columns, store_rows
+from .mxfp8 import GROUPS, WARPS, store_columns, store_rows, tile, tiles
 
 
 @triton.jit
@@ -32,33 +32,25 @@ def norm_kernel(x, scale, y, rstd, K: tl.constexpr, EPS: tl.constexpr, ZERO_CENT
 
 
 @triton.jit
-def norm_quantize_kernel(x, scale, row_codes, row_scales, column_codes, column_scales, rstd, K: tl.constexpr,
-                         EPS: tl.constexpr, ZERO_CENTERED: tl.constexpr, UP: tl.constexpr,
-                         G: tl.constexpr):  # fmt: skip
-    """32 rows: once for their squares, once more, out of the cache, to normalise and quantise."""
-    block = tl.program_id(0).to(tl.int64)
-    row = block * 32 + tl.arange(0, 32)
-    lane = tl.arange(0, 32)
-    squares = tl.zeros((32, G, 32), tl.float32)
-    for start in range(0, K // 32, G):
-        group = start + tl.arange(0, G)
-        offsets = row[:, None, None] * K + (group[None, :, None] * 32 + lane[None, None, :])
-        mask = tl.broadcast_to((group < K // 32)[None, :, None], (32, G, 32))
-        values = tl.load(x + offsets, mask=mask, other=0).to(tl.float32)
-        squares += values * values
-    r = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(squares, axis=2), axis=1) / K + EPS)
-    tl.store(rstd + row, r)
-    for start in range(0, K // 32, G):
-        group = start + tl.arange(0, G)
-        column = group[:, None] * 32 + lane[None, :]
-        offsets = row[:, None, None] * K + column[None, :, :]
-        mask = tl.broadcast_to((group < K // 32)[None, :, None], (32, G, 32))
-        values = tl.load(x + offsets, mask=mask, other=0).to(tl.float32)
-        factor = _factor(tl.load(scale + column, mask=(group < K // 32)[:, None], other=0), ZERO_CENTERED)
-        y = values * r[:, None, None] * factor[None, :, :]
-        y = tl.where(mask, y, 0.0)
-        store_rows(y, row, group, offsets, mask, row_codes, row_scales, K, UP)
-        store_columns(y, block, group, offsets, mask, column_codes, column_scales, K, UP)
+def rstd_kernel(x, rstd, K: tl.constexpr, EPS: tl.constexpr, BK: tl.constexpr):
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BK)
+    values = tl.load(x + row * K + k, mask=k < K, other=0).to(tl.float32)
+    tl.store(rstd + row, 1.0 / tl.sqrt_rn(tl.sum(values * values, axis=0) / K + EPS))
+
+
+@triton.jit
+def norm_quantize_kernel(x, rstd, scale, row_codes, row_scales, column_codes, column_scales, ROWS: tl.constexpr,
+                         K: tl.constexpr, ZERO_CENTERED: tl.constexpr, UP: tl.constexpr, G: tl.constexpr):  # fmt: skip
+    """A tile [32, G, 32], normalised and quantised."""
+    block, row, group, offsets, mask = tile(ROWS, K, 32, G)
+    column = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    values = tl.load(x + offsets, mask=mask, other=0).to(tl.float32)
+    factor = _factor(tl.load(scale + column, mask=(group < K // 32)[:, None], other=0), ZERO_CENTERED)
+    y = values * tl.load(rstd + row)[:, None, None] * factor[None, :, :]
+    store_rows(y, row, group, offsets, mask, row_codes, row_scales, K, UP)
+    store_columns(y, block, group, offsets, mask, column_codes, column_scales, K, UP)
 
 
 @triton.jit
@@ -96,13 +88,22 @@ def norm(rows: int, columns: int, eps: float, zero_centered: bool, dtype: str) -
     return Launch(norm_kernel, (rows,), (((rows, columns), dtype), ((rows,), "float32")), constants, _warps(columns), 1)
 
 
-def norm_quantize(rows: int, columns: int, eps: float, zero_centered: bool, rounding: str = "up", groups: int = 4,
-                  num_warps: int = 4, num_stages: int = 3) -> Launch:  # fmt: skip
-    """x [rows, columns], scale -> row-wise codes and scales, column-wise ones, rstd; rows a multiple of 32."""
-    constants = (("K", columns), ("EPS", eps), ("ZERO_CENTERED", zero_centered), ("UP", rounding == "up"))
+def rstd(rows: int, columns: int, eps: float) -> Launch:
+    """x [rows, columns] -> rstd float32 [rows]."""
+    constants = (("K", columns), ("EPS", eps), ("BK", power_of_two(columns)))
+    return Launch(rstd_kernel, (rows,), (((rows,), "float32"),), constants, _warps(columns), 1)
+
+
+def norm_quantize(rows: int, columns: int, zero_centered: bool, rounding: str = "up") -> Launch:
+    """x [rows, columns], rstd, scale -> row-wise codes and scales, column-wise ones; rows a multiple of 32.
+
+    A second launch after `rstd`'s: blocks of 32 rows leave a row to many programs, and x is mostly still in the cache.
+    """
+    constants = (("ROWS", rows), ("K", columns), ("ZERO_CENTERED", zero_centered), ("UP", rounding == "up"))
     codes = ((rows, columns), "uint8")
-    outputs = (codes, ((rows, columns // 32), "uint8"), codes, ((rows // 32, columns), "uint8"), ((rows,), "float32"))
-    return Launch(norm_quantize_kernel, (cdiv(rows, 32),), outputs, (*constants, ("G", groups)), num_warps, num_stages)
+    outputs = (codes, ((rows, columns // 32), "uint8"), codes, ((rows // 32, columns), "uint8"))
+    grid = tiles(rows, columns, GROUPS)
+    return Launch(norm_quantize_kernel, grid, outputs, (*constants, ("G", GROUPS)), WARPS, 1)
 
 
 def norm_backward(rows: int, columns: int, zero_centered: bool, dtype: str, programs: int = 1024) -> Launch:

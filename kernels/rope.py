@@ -18,11 +18,61 @@ def rotate(x1, x2, cos, sin, INVERSE: tl.constexpr):
 
 
 @triton.jit
-def pair_offsets(i, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """Where the two of pair i lie in the rotary dims."""
-    if PAIRS:
-        return 2 * i, 2 * i + 1
-    return i, i + HALF
+def _load(pointers, mask):
+    return tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0)
+
+
+@triton.jit
+def load_neighbours(x, at, mask):
+    """Elements 2 at and 2 at + 1 as float32, loaded as one word: no shuffle takes them apart."""
+    if x.dtype.element_ty.primitive_bitwidth == 32:
+        word = _load(x.to(tl.pointer_type(tl.uint64)) + at, mask)
+        first, second = word.to(tl.uint32), (word >> 32).to(tl.uint32)
+    else:
+        word = _load(x.to(tl.pointer_type(tl.uint32)) + at, mask)
+        first, second = word.to(tl.uint16), (word >> 16).to(tl.uint16)
+    first, second = first.to(x.dtype.element_ty, bitcast=True), second.to(x.dtype.element_ty, bitcast=True)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def store_neighbours(y, at, first, second, mask):
+    """The inverse, of elements of y's dtype: float32, bfloat16, float16 or uint8."""
+    if y.dtype.element_ty.primitive_bitwidth == 32:
+        word = first.to(tl.uint32, bitcast=True).to(tl.uint64) | second.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
+        tl.store(y.to(tl.pointer_type(tl.uint64)) + at, word, mask=mask)
+    elif y.dtype.element_ty.primitive_bitwidth == 16:
+        word = first.to(tl.uint16, bitcast=True).to(tl.uint32) | second.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        tl.store(y.to(tl.pointer_type(tl.uint32)) + at, word, mask=mask)
+    else:
+        tl.store(y.to(tl.pointer_type(tl.uint16)) + at, first.to(tl.uint16) | second.to(tl.uint16) << 8, mask=mask)
+
+
+@triton.jit
+def load_pairs(x, base, i, mask, HALF: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr):
+    """x1, x2 [rows, len(i)], float32, of rotary dims that start at base [rows]; mask [rows, len(i)]. EVEN: base is."""
+    if PAIRS and EVEN:
+        x1, x2 = load_neighbours(x, (base // 2)[:, None] + i[None, :], mask)
+    elif PAIRS:
+        x1 = tl.load(x + base[:, None] + (2 * i)[None, :], mask=mask, other=0).to(tl.float32)
+        x2 = tl.load(x + base[:, None] + (2 * i + 1)[None, :], mask=mask, other=0).to(tl.float32)
+    else:
+        x1 = tl.load(x + base[:, None] + i[None, :], mask=mask, other=0).to(tl.float32)
+        x2 = tl.load(x + base[:, None] + (HALF + i)[None, :], mask=mask, other=0).to(tl.float32)
+    return x1, x2
+
+
+@triton.jit
+def store_pairs(y, base, i, mask, left, right, HALF: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr):
+    left, right = left.to(y.dtype.element_ty), right.to(y.dtype.element_ty)
+    if PAIRS and EVEN:
+        store_neighbours(y, (base // 2)[:, None] + i[None, :], left, right, mask)
+    elif PAIRS:
+        tl.store(y + base[:, None] + (2 * i)[None, :], left, mask=mask)
+        tl.store(y + base[:, None] + (2 * i + 1)[None, :], right, mask=mask)
+    else:
+        tl.store(y + base[:, None] + i[None, :], left, mask=mask)
+        tl.store(y + base[:, None] + (HALF + i)[None, :], right, mask=mask)
 
 
 @triton.jit
@@ -45,9 +95,7 @@ def rope_kernel(x, cos, sin, y, N1: tl.constexpr, S0: tl.constexpr, S1: tl.const
     c = tl.load(cos + row + i, mask=i < HALF, other=0).to(tl.float32)[None, :]
     s = tl.load(sin + row + i, mask=i < HALF, other=0).to(tl.float32)[None, :]
     mask = (head < HEADS)[:, None] & (i < HALF)[None, :]
-    at1, at2 = pair_offsets(i, HALF, READ_PAIRS)
-    x1 = tl.load(x + base[:, None] + (KEPT + at1)[None, :], mask=mask, other=0).to(tl.float32)
-    x2 = tl.load(x + base[:, None] + (KEPT + at2)[None, :], mask=mask, other=0).to(tl.float32)
+    x1, x2 = load_pairs(x, base + KEPT, i, mask, HALF, READ_PAIRS, (DIM % 2 == 0) & (KEPT % 2 == 0))
     left, right = rotate(x1, x2, c, s, INVERSE)
     if IN_PLACE:
         y = x
@@ -56,11 +104,9 @@ def rope_kernel(x, cos, sin, y, N1: tl.constexpr, S0: tl.constexpr, S1: tl.const
         kept_mask = (head < HEADS)[:, None] & (k < KEPT)[None, :]
         kept = tl.load(x + base[:, None] + k[None, :], mask=kept_mask)
         tl.store(y + base[:, None] + k[None, :], kept, mask=kept_mask)
-    at1, at2 = pair_offsets(i, HALF, WRITE_PAIRS)
     # All of a head's loads come before its stores: in place, a layout may move one pair onto another.
     tl.debug_barrier()
-    tl.store(y + base[:, None] + (KEPT + at1)[None, :], left.to(y.dtype.element_ty), mask=mask)
-    tl.store(y + base[:, None] + (KEPT + at2)[None, :], right.to(y.dtype.element_ty), mask=mask)
+    store_pairs(y, base + KEPT, i, mask, left, right, HALF, WRITE_PAIRS, (DIM % 2 == 0) & (KEPT % 2 == 0))
 
 
 @triton.jit
@@ -78,11 +124,10 @@ def split_kernel(kv, k_pe, cos, sin, k, v, N1: tl.constexpr, S0: tl.constexpr, S
     row = table_row(token, N1, S0, S1) * HALF
     c = tl.load(cos + row + i, mask=i < HALF, other=0).to(tl.float32)
     s = tl.load(sin + row + i, mask=i < HALF, other=0).to(tl.float32)
-    at1, at2 = pair_offsets(i, HALF, READ_PAIRS)
-    x1 = tl.load(k_pe + token * ROPE + at1, mask=i < HALF, other=0).to(tl.float32)
-    x2 = tl.load(k_pe + token * ROPE + at2, mask=i < HALF, other=0).to(tl.float32)
-    left, right = rotate(x1, x2, c, s, False)
-    left, right = left.to(k.dtype.element_ty), right.to(k.dtype.element_ty)
+    one = tl.zeros((1,), tl.int64)
+    x1, x2 = load_pairs(k_pe, one + token * ROPE, i, (i < HALF)[None, :], HALF, READ_PAIRS, True)
+    left, right = rotate(x1, x2, c[None, :], s[None, :], False)
+    left, right = tl.broadcast_to(left, (BH, BP)), tl.broadcast_to(right, (BH, BP))
 
     n = tl.arange(0, BN)
     nope = tl.load(kv + at[:, None] * (NOPE + VALUE) + n[None, :], mask=head_mask & (n < NOPE)[None, :])
@@ -90,11 +135,8 @@ def split_kernel(kv, k_pe, cos, sin, k, v, N1: tl.constexpr, S0: tl.constexpr, S
     d = tl.arange(0, BV)
     value = tl.load(kv + at[:, None] * (NOPE + VALUE) + (NOPE + d)[None, :], mask=head_mask & (d < VALUE)[None, :])
     tl.store(v + at[:, None] * VALUE + d[None, :], value, mask=head_mask & (d < VALUE)[None, :])
-    at1, at2 = pair_offsets(i, HALF, WRITE_PAIRS)
-    rotary = k + at[:, None] * (NOPE + ROPE) + NOPE
-    mask = head_mask & (i < HALF)[None, :]
-    tl.store(rotary + at1[None, :], tl.broadcast_to(left[None, :], (BH, BP)), mask=mask)
-    tl.store(rotary + at2[None, :], tl.broadcast_to(right[None, :], (BH, BP)), mask=mask)
+    store_pairs(k, at * (NOPE + ROPE) + NOPE, i, head_mask & (i < HALF)[None, :], left, right, HALF,
+                WRITE_PAIRS, NOPE % 2 == 0)  # fmt: skip
 
 
 @triton.jit
@@ -110,16 +152,15 @@ def split_backward_kernel(dk, dv, cos, sin, dkv, dk_pe, N1: tl.constexpr, S0: tl
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BP)
     n, d = tl.arange(0, BN), tl.arange(0, BV)
-    at1, at2 = pair_offsets(i, HALF, WRITE_PAIRS)
     left, right = tl.zeros((BH, BP), tl.float32), tl.zeros((BH, BP), tl.float32)
     for start in range(0, HEADS, BH):
         head = start + tl.arange(0, BH)
         head_mask = (head < HEADS)[:, None]
         at = token * HEADS + head.to(tl.int64)
         mask = head_mask & (i < HALF)[None, :]
-        rotary = dk + at[:, None] * (NOPE + ROPE) + NOPE
-        left += tl.load(rotary + at1[None, :], mask=mask, other=0).to(tl.float32)
-        right += tl.load(rotary + at2[None, :], mask=mask, other=0).to(tl.float32)
+        x1, x2 = load_pairs(dk, at * (NOPE + ROPE) + NOPE, i, mask, HALF, WRITE_PAIRS, NOPE % 2 == 0)
+        left += x1
+        right += x2
         nope = tl.load(dk + at[:, None] * (NOPE + ROPE) + n[None, :], mask=head_mask & (n < NOPE)[None, :])
         tl.store(dkv + at[:, None] * (NOPE + VALUE) + n[None, :], nope, mask=head_mask & (n < NOPE)[None, :])
         value = tl.load(dv + at[:, None] * VALUE + d[None, :], mask=head_mask & (d < VALUE)[None, :])
@@ -127,10 +168,10 @@ def split_backward_kernel(dk, dv, cos, sin, dkv, dk_pe, N1: tl.constexpr, S0: tl
     row = table_row(token, N1, S0, S1) * HALF
     c = tl.load(cos + row + i, mask=i < HALF, other=0).to(tl.float32)
     s = tl.load(sin + row + i, mask=i < HALF, other=0).to(tl.float32)
-    x1, x2 = rotate(tl.sum(left, axis=0), tl.sum(right, axis=0), c, s, True)
-    at1, at2 = pair_offsets(i, HALF, READ_PAIRS)
-    tl.store(dk_pe + token * ROPE + at1, x1, mask=i < HALF)
-    tl.store(dk_pe + token * ROPE + at2, x2, mask=i < HALF)
+    left, right = tl.sum(left, axis=0)[None, :], tl.sum(right, axis=0)[None, :]
+    x1, x2 = rotate(left, right, c[None, :], s[None, :], True)
+    one = tl.zeros((1,), tl.int64)
+    store_pairs(dk_pe, one + token * ROPE, i, (i < HALF)[None, :], x1, x2, HALF, READ_PAIRS, True)
 
 
 # --- Launches -----------------------------------------------------------------------------------------------------
@@ -138,7 +179,7 @@ def split_backward_kernel(dk, dv, cos, sin, dkv, dk_pe, N1: tl.constexpr, S0: tl
 Table = tuple[int, int, int]  # n1, and the strides, in table rows, of i0 and i1
 
 # By what was fastest on an H200 at DeepSeek-V3's heads; any value gives the same bits.
-HEADS = 32
+HEADS = 128
 
 
 def _heads(heads: int, most: int) -> int:
@@ -146,7 +187,7 @@ def _heads(heads: int, most: int) -> int:
 
 
 def rope(tokens: int, heads: int, dim: int, rotary: int, table: Table, read: str, write: str, inverse: bool,
-         dtype: str, copy: bool, block_heads: int = HEADS, num_warps: int = 4) -> Launch:  # fmt: skip
+         dtype: str, copy: bool, block_heads: int = HEADS, num_warps: int = 8) -> Launch:  # fmt: skip
     """x [tokens, heads, dim], cos, sin -> y like x. Layouts "pairs" or "halves". Without `copy` only the rotary dims
     are written, into x's own buffer."""
     block = _heads(heads, block_heads)
@@ -168,7 +209,7 @@ def _split_constants(heads, nope, rotary, value, table, read, write, block) -> t
 
 
 def split(tokens: int, heads: int, nope: int, rotary: int, value: int, table: Table, read: str, write: str,
-          dtype: str, block_heads: int = HEADS, num_warps: int = 4) -> Launch:  # fmt: skip
+          dtype: str, block_heads: int = HEADS, num_warps: int = 8) -> Launch:  # fmt: skip
     """kv [tokens, heads, nope + value], k_pe [tokens, rotary], cos, sin -> k, v."""
     block = _heads(heads, block_heads)
     outputs = (((tokens, heads, nope + rotary), dtype), ((tokens, heads, value), dtype))
@@ -177,7 +218,7 @@ def split(tokens: int, heads: int, nope: int, rotary: int, value: int, table: Ta
 
 
 def split_backward(tokens: int, heads: int, nope: int, rotary: int, value: int, table: Table, read: str, write: str,
-                   dtype: str, block_heads: int = HEADS, num_warps: int = 4) -> Launch:  # fmt: skip
+                   dtype: str, block_heads: int = 16, num_warps: int = 8) -> Launch:  # fmt: skip
     """dk, dv, cos, sin -> dkv [tokens, heads, nope + value], dk_pe float32 [tokens, rotary]. Layouts: the forward's."""
     block = _heads(heads, block_heads)
     outputs = (((tokens, heads, nope + value), dtype), ((tokens, rotary), "float32"))

@@ -490,7 +490,9 @@ def test_what_is_no_scaled_tensor_is_refused():
 
 def test_to_te_refuses_what_has_no_token_axis():
     t = quantize_mxfp8(jnp.ones(64))
-    with pytest.raises(ValueError, match=r"tensor: found float32\[64\], wanted at least 2 dims, for its token_axis"):
+    with pytest.raises(
+        ValueError, match=r"tensor: found MXFP8Tensor\(float32\[64\].*, wanted at least 2 dims, for its token_axis"
+    ):
         t.to_te(QUANTIZE)
     with pytest.raises(ValueError, match="at least 3 dims"):
         dataclasses.replace(quantize_mxfp8(jnp.ones((4, 64))), token_axis=-3).to_te(QUANTIZE)

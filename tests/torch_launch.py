@@ -36,6 +36,8 @@ def _patch_casts():
         values = np.frombuffer(x.tobytes(), s[0]).astype(np.float32)
         if t[1] is not None:
             values = np.where(np.isnan(values), values, np.clip(values, -t[1], t[1]))
+        if t[1] is not None:
+            values = np.where(np.isnan(values), np.float32(np.nan), values)  # of any NaN 0x7F, as the hardware's
         bits = np.frombuffer(values.astype(t[0]).tobytes(), f"uint{target.primitive_bitwidth}")
         return bits.reshape(x.shape)
 

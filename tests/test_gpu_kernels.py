@@ -1,0 +1,196 @@
+"""On an NVIDIA GPU: the Triton kernels as JAX launches them, against the pure-jnp ops on the same machine."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from judge import assert_close, assert_same, draw
+from test_mxfp8 import battery
+
+from jax_mla import (
+    MLAConfig,
+    apply_rope,
+    apply_rope_kv,
+    dequantize,
+    init,
+    kv_up_proj_rope,
+    mla,
+    q_up_proj_rope,
+    quantize_mxfp8,
+    rms_norm,
+    rms_norm_quantize,
+    rope_tables,
+    swizzle_scales,
+)
+from jax_mla.mxfp8 import raw_dequantize
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = dataclasses.replace(MLAConfig.tiny(), norm_eps=1e-3)
+B, T, H, N, PE, V = 2, 96, 5, 128, 64, 128
+COS, SIN = rope_tables(jnp.arange(3, 3 + T), CONFIG.rope, PE)
+
+
+def both(op, *args, seed=0):
+    """Outputs and gradients of op(implementation) for a random cotangent, in Triton and in jnp."""
+    results = []
+    for name in ("triton", "xla"):
+        outputs, pullback = jax.vjp(jax.jit(lambda *a, name=name: op(name, *a)), *args)
+        rng = np.random.default_rng(seed)
+        results.append((outputs, pullback(jax.tree.map(lambda o: draw(rng, *o.shape, dtype=o.dtype), outputs))))  # noqa: B023
+    return results
+
+
+def inputs(*shapes, dtype=jnp.bfloat16, seed=0):
+    rng = np.random.default_rng(seed)
+    return [draw(rng, *s, dtype=dtype) for s in shapes]
+
+
+def values(t):
+    return dequantize(t.only("rowwise")), dequantize(t.only("columnwise"))
+
+
+@pytest.mark.parametrize("rounding", ["up", "ocp"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_bit_is_the_references(dtype, rounding):
+    """Codes and scales of normal, subnormal, huge, zero, NaN and infinite blocks; values of every code and scale."""
+    x = jnp.asarray(battery(dtype))
+    for usage in ("rowwise", "columnwise", "both"):
+        options = dict(usage=usage, rounding=rounding)
+        found, wanted = (quantize_mxfp8(x, implementation=name, **options).bytes() for name in ("triton", "xla"))
+        assert_same(found, wanted)
+    for usage in ("rowwise", "columnwise"):
+        for out in ("float32", "bfloat16", "float16"):
+            found, wanted = (
+                raw_dequantize(jnp.dtype(out), _every_code().only(usage), i).astype(jnp.float32)
+                for i in ("triton", "xla")
+            )
+            nan = np.isnan(wanted)
+            assert np.array_equal(np.isnan(found), nan)
+            assert_same(jnp.where(nan, 0, found), jnp.where(nan, 0, wanted))
+
+
+def _every_code():
+    """Each of the 256 codes under each of the 256 scales."""
+    t = quantize_mxfp8(jnp.ones((256, 8192)), usage="both")
+    codes = jnp.tile(jnp.arange(256, dtype=jnp.uint8), (256, 32))
+    scales = jnp.arange(256, dtype=jnp.uint8)
+    rows = jnp.broadcast_to(scales[:, None], (256, 256))
+    columns = jnp.broadcast_to(jnp.repeat(scales, 32)[None], (8, 8192))
+    return dataclasses.replace(
+        t.detach(), rowwise_codes=codes, columnwise_codes=codes, rowwise_scales=rows, columnwise_scales=columns
+    )
+
+
+@pytest.mark.parametrize("layouts", [("pairs", "halves"), ("halves", "pairs"), ("halves", "halves")])
+def test_rope(layouts):
+    read, write = layouts
+    (x,) = inputs((B, T, H, N + PE))
+    options = dict(rotary_dim=PE, input_layout=read, output_layout=write)
+    op = lambda name, x: apply_rope(x, COS, SIN, implementation=name, **options)  # noqa: E731
+    found, wanted = both(op, x)
+    assert_close(found, wanted)
+    assert_same(found[0][..., :N], x[..., :N])
+    # In place, and the input read again afterwards, in a program, a scan and a rematerialised body.
+    program = jax.jit(lambda x: (op("triton", x), x * 1))
+    assert_same(program(x), (found[0], x))
+    looped = jax.jit(lambda x: jax.lax.scan(lambda c, _: (op("triton", c) + x, None), x, length=2)[0])
+    assert_close(looped(x), op("xla", op("xla", x) + x) + x)
+    gradient = jax.jit(
+        jax.grad(lambda x: jnp.sum(jax.checkpoint(op, static_argnums=0)("triton", x).astype(jnp.float32) ** 2))
+    )
+    assert_close(gradient(x), jax.grad(lambda x: jnp.sum(op("xla", x).astype(jnp.float32) ** 2))(x))
+    donated = jax.jit(lambda x: op("triton", x), donate_argnums=0)
+    assert_same(donated(x + 0), found[0])
+    assert_same(jax.vmap(lambda x: op("triton", x))(jnp.stack([x, 2 * x])), jnp.stack([found[0], 2 * found[0]]))
+
+
+@pytest.mark.parametrize("heads", [1, 3, 40, 96])
+def test_hundred_repeats_are_the_same_bits(heads):
+    """Case 31 of public reports: a race would show."""
+    (x,) = inputs((512, heads, N + PE))
+    cos, sin = rope_tables(jnp.arange(512), CONFIG.rope, PE)
+    run = jax.jit(lambda x: apply_rope(x, cos, sin, rotary_dim=PE, output_layout="pairs", input_layout="halves",
+                                       implementation="triton"))  # fmt: skip
+    first = run(x)
+    assert all(bool(jnp.array_equal(run(x), first)) for _ in range(100))
+
+
+def test_split_and_norms():
+    kv, k_pe = inputs((B, T, H, N + V), (B, T, PE))
+    op = lambda name, kv, k_pe: apply_rope_kv(kv, k_pe, COS, SIN, nope_dim=N, implementation=name)  # noqa: E731
+    assert_close(*both(op, kv, k_pe))
+    x, scale = inputs((B, T, 1536))[0], draw(np.random.default_rng(1), 1536)
+    assert_close(*both(lambda name, x, s: rms_norm(x, s, 1e-2, implementation=name), x, scale))
+    found, wanted = both(
+        lambda name, x, s: values(rms_norm_quantize(x, s, 1e-2, usage="both", implementation=name)), x, scale
+    )
+    assert_close(found[1], wanted[1])
+    for f, w in zip(found[0], wanted[0], strict=True):
+        assert np.mean(np.asarray(f != w)) < 1e-3
+    scales = jnp.asarray(np.random.default_rng(0).integers(1, 255, (2, 129, 3, 5)), jnp.uint8)
+    for usage in ("rowwise", "columnwise"):
+        found, wanted = (
+            swizzle_scales(scales, usage=usage, token_axis=-3, implementation=i) for i in ("triton", "xla")
+        )
+        assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+def test_up_projections_and_the_layer(recipe):
+    rng = np.random.default_rng(0)
+    up = dict(nope_dim=N, norm_eps=1e-3, recipe=recipe)
+    x, w_q, w_kv = inputs((B, T, 512), (512, H, N + PE), (512, H, N + V))
+    w_q, w_kv, scale, (k_pe,) = w_q / 22, w_kv / 22, 1 + 0.1 * draw(rng, 512), inputs((B, T, PE))
+    ops = [
+        (lambda name, *a: q_up_proj_rope(*a[:2], COS, SIN, norm_scale=a[2], implementation=name, **up), x, w_q, scale),
+        (
+            lambda name, *a: kv_up_proj_rope(*a[:3], COS, SIN, norm_scale=a[3], implementation=name, **up),
+            *(x, w_kv, k_pe, scale),
+        ),
+        (
+            lambda name, p, x: mla(p, x, CONFIG, recipe=recipe, implementation=(name, "xla")),
+            init(jax.random.key(0), CONFIG),
+            draw(rng, B, T, 128, dtype=jnp.bfloat16),
+        ),
+    ]
+    for op, *args in ops:
+        found, wanted = both(op, *args)
+        for f, w in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            f, w = np.asarray(f, np.float64), np.asarray(w, np.float64)
+            assert np.linalg.norm(f - w) < (1e-2 if recipe is None else 4e-2) * np.linalg.norm(w)
+
+
+def test_more_elements_than_32_bits_count():
+    """Case 29 of public reports: 87,424 x 128 x 192 is 2^31 and a little more."""
+    tokens, heads = 87424, 128
+    x = jnp.zeros((tokens, heads, N + PE), jnp.bfloat16).at[-1].set(inputs((heads, N + PE))[0])
+    cos, sin = rope_tables(jnp.arange(tokens), CONFIG.rope, PE)
+    run = jax.jit(lambda x, c, s: apply_rope(x, c, s, rotary_dim=PE, implementation="triton"), donate_argnums=0)
+    last = run(x[-1:] + 0, cos[-1:], sin[-1:])
+    y = run(x, cos, sin)
+    assert_same(y[-1:], last)
+    assert not bool(jnp.any(y[:2])) and not bool(jnp.any(y[-2]))
+
+
+def test_torch_launches_the_same_bits():
+    """The launch specification is shared: a grid or a stride cannot differ between frameworks."""
+    torch = pytest.importorskip("torch")
+    from jax_mla.ffi import triton
+    from jax_mla.kernels import mxfp8, rope_mxfp8
+    from torch_launch import run, to_numpy, to_torch
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 3, 192)).astype(np.float32)
+    cos, sin = np.asarray(COS[:64]), np.asarray(SIN[:64])
+    for launch, arrays in (
+        (mxfp8.quantize(64, 576, "both"), [x.reshape(64, 576)]),
+        (rope_mxfp8.rope_quantize(64, 3, 192, 64, (64, 0, 1), "pairs", "halves", False), [x, cos, sin]),
+    ):
+        found = jax.jit(lambda *a, launch=launch: triton.call(launch, *a))(*map(jnp.asarray, arrays))
+        wanted = run(launch, *(to_torch(a) for a in arrays))
+        for f, w in zip(found, wanted, strict=True):
+            assert np.array_equal(np.asarray(f), to_numpy(w))
+    assert torch.cuda.is_available()

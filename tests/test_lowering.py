@@ -1,0 +1,57 @@
+"""What can be said of the GPU without one: programs lower to our custom calls, kernels compile without spills."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Custom calls of each program, forward and backward together.
+CALLS = {
+    "apply_rope": 2,
+    "apply_rope_kv": 2,
+    "rms_norm": 2,
+    "quantize_mxfp8": 3,  # and dequantised both ways
+    "rms_norm_quantize": 5,  # rstd, quantise, dequantise twice, norm's backward
+    "q_up_proj_rope": 4,  # norm, RoPE; inverse RoPE, norm's backward (which recomputes the norm in jnp)
+    "kv_up_proj_rope": 4,
+    "swizzle_scales": 1,
+    "vmap": 1,  # in a loop
+    "scan": 1,
+}
+QUANTIZED = {"q_up_proj_rope, mxfp8": 15, "kv_up_proj_rope, mxfp8": 17, "mla, mxfp8": 50}
+
+
+def script(name: str, capability: int, *needs: str) -> dict:
+    absent = [module for module in needs if importlib.util.find_spec(module) is None]
+    if absent:
+        pytest.skip(f"needs {' and '.join(absent)}")
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "XLA_FLAGS")}
+    command = [sys.executable, ROOT / "tests" / name, str(capability)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_every_op_lowers_to_our_kernels_for_cuda(capability):
+    found = script("lowering.py", capability, "triton", "jax_triton", "jax_cuda13_plugin")
+    assert {name: found[name] for name in CALLS} == CALLS
+    for name, least in QUANTIZED.items():
+        assert found[name] >= least, (name, found[name])
+    assert found["mla"] >= 8
+
+
+@pytest.mark.parametrize("capability", [90, 100])
+def test_kernels_compile_without_spills(capability):
+    """Registers are what tells a regression; casts saturate in hardware; nothing is fused or flushed, since results are
+    compared bit for bit."""
+    for name, report in script("compiled_kernels.py", capability, "triton").items():
+        assert report["spilled"] == 0 and report["registers"] <= 255, (name, report)
+        assert (report["casts"] > 0) == ("quantize" in name and "dequantize" not in name), (name, report)
+        assert report["fused"] == 0 and report["flushing"] == 0, (name, report)
