@@ -55,7 +55,8 @@ def assembled(ptx: str) -> dict:
     """ptxas's own report."""
     programs = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     target = re.search(r"\.target (\w+)", ptx)[1]
-    program = programs / "ptxas-blackwell"  # the newer of the two that Triton carries: it knows its PTX
+    # The newer of the two that Triton carries knows its PTX.
+    program = next(p for p in (programs / "ptxas-blackwell", programs / "ptxas") if p.exists())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
