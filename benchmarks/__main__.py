@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_mla
-from benchmarks import peers, timing
+from benchmarks import ops, peers, timing
 from jax_mla import MLAConfig
 
 
@@ -33,7 +34,7 @@ PRESETS = {
 }
 
 
-def layer(preset: Preset, tokens: int, repeats: int, seed: int) -> list[dict]:
+def layer(preset: Preset, tokens: int, repeats: int, seed: int, recipe: str | None = None) -> list[dict]:
     """The whole layer: output alone, and output with all gradients (parameters' and input's)."""
     config, dtype = preset.config, jnp.dtype(preset.dtype)
     keys = jax.random.split(jax.random.key(seed), 3)
@@ -61,7 +62,8 @@ def layer(preset: Preset, tokens: int, repeats: int, seed: int) -> list[dict]:
         dparams, dxs = zip(*grads, strict=True)
         return np.concatenate(ys), (jax.tree.map(lambda *leaves: sum(leaves), *dparams), np.concatenate(dxs))
 
-    implementations = {"xla": jax_mla.mla, "jnp_usual": peers.jnp_usual_layer}
+    ours = {n: functools.partial(jax_mla.mla, recipe=recipe, implementation=(n, "xla")) for n in ops.names()}
+    implementations = ours | {"jnp_usual": peers.jnp_usual_layer}
     rows = []
     for direction in ("fwd", "fwd_bwd"):
         compiled = {}
@@ -81,7 +83,54 @@ def layer(preset: Preset, tokens: int, repeats: int, seed: int) -> list[dict]:
     return rows
 
 
-OPS = {"layer": layer}
+def op_rows(name: str, preset: Preset, tokens: int, repeats: int, seed: int) -> list[dict]:
+    """An op of `benchmarks.ops`: every pass of it, every implementation that can run, side by side."""
+    rows = []
+    dispatches = 20 if jax.default_backend() == "gpu" else 1
+    for case in ops.OPS[name](ops.Inputs(preset, tokens, seed)):
+        donated = (0,) if case.donate else ()
+        functions = dict(case.candidates)
+        if case.before is not None:
+            functions["producer"] = case.before
+        compiled = {n: jax.jit(f, donate_argnums=donated).lower(*case.args).compile() for n, f in functions.items()}
+        fresh = lambda args: jax.tree.map(lambda a: a + 0, args[:1]) + args[1:] if case.donate else args  # noqa: B023, E731
+        found = {n: executable(*fresh(case.args)) for n, executable in compiled.items() if n != "producer"}
+        with jax.default_matmul_precision("highest"):
+            wanted = found["xla"] if case.reference is None else jax.jit(case.reference)(*case.args)
+        errors = {n: ops.error(result, wanted) for n, result in found.items()}
+        del wanted
+        del found
+
+        def runner(executable, args):
+            state = list(args)
+
+            def run():
+                result = executable(*state)
+                if case.donate:  # noqa: B023  the result is the next call's argument
+                    state[0] = result
+                return result
+
+            return run
+
+        times = timing.side_by_side(
+            {n: runner(executable, fresh(case.args)) for n, executable in compiled.items()}, repeats, dispatches
+        )
+        off = times["producer"][0] if case.before is not None else 0.0
+        for n in case.candidates:
+            ms = times[n][0] - off
+            row = dict(op=name, direction=case.direction, implementation=n, ms=ms, spread=times[n][1], error=errors[n])
+            row |= dict(tflops=case.flops / ms / 1e9 if case.flops else None)
+            row |= dict(gbps=case.bytes / ms / 1e6 if case.bytes else None)
+            rows.append(row | dict(peak_bytes=compiled[n].memory_analysis().temp_size_in_bytes))
+    return rows
+
+
+def layer_mxfp8(preset: Preset, tokens: int, repeats: int, seed: int) -> list[dict]:
+    return [row | dict(op="layer_mxfp8") for row in layer(preset, tokens, repeats, seed, recipe="mxfp8")]
+
+
+OPS = {"layer": layer, "layer_mxfp8": layer_mxfp8}
+OPS |= {name: functools.partial(op_rows, name) for name in ops.OPS}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,18 +149,16 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"--json: cannot write {args.json}: {error.strerror}")
     preset = PRESETS[args.preset]
     rows = []
-    print(
-        f"{'op':8}{'pass':9}{'implementation':16}{'tokens':>8}{'ms':>10}{'spread':>9}{'error':>10}{'temporaries':>14}"
-    )
+    print(f"{'op':15}{'pass':15}{'by':12}{'tokens':>8}{'ms':>10}{'spread':>9}{'error':>10}{'temporaries':>14}")
     for op in args.ops:
         for tokens in args.tokens or [preset.tokens]:
             for row in OPS[op](preset, tokens, args.repeats, args.seed):
                 row = {"op": row.pop("op"), "pass": row.pop("direction"), **row}
-                row |= {"preset": args.preset, "tokens": preset.batch * tokens, "tflops": None, "gbps": None}
+                row = {"tflops": None, "gbps": None} | row | {"preset": args.preset, "tokens": preset.batch * tokens}
                 rows.append(row)
                 print(
-                    f"{row['op']:8}{row['pass']:9}{row['implementation']:16}{row['tokens']:8}{row['ms']:10.2f}"
-                    f"{row['spread']:9.2f}{row['error']:10.1e}{row['peak_bytes'] / 2**20:10.1f} MiB"
+                    f"{row['op']:15}{row['pass']:15}{row['implementation']:12}{row['tokens']:8}{row['ms']:10.3f}"
+                    f"{row['spread']:9.3f}{row['error']:10.1e}{row['peak_bytes'] / 2**20:10.1f} MiB"
                 )
     if args.json:
         report = {

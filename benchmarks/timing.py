@@ -8,17 +8,22 @@ import jax
 import numpy as np
 
 
-def side_by_side(candidates: dict[str, Callable[[], object]], repeats: int) -> dict[str, tuple[float, float]]:
+def side_by_side(
+    candidates: dict[str, Callable[[], object]], repeats: int, dispatches: int = 1
+) -> dict[str, tuple[float, float]]:
     """Median and spread (interquartile range) of each candidate in milliseconds. They take turns, so that a slow
-    minute of the machine falls on all of them alike; the first call of each is not counted."""
+    minute of the machine falls on all of them alike; the first call of each is not counted. A sample is `dispatches`
+    calls one after another, over their number: a GPU runs them without waiting for this process."""
     for run in candidates.values():
         jax.block_until_ready(run())
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(repeats):
         for name, run in candidates.items():
             start = time.perf_counter()
-            jax.block_until_ready(run())
-            times[name].append((time.perf_counter() - start) * 1e3)
+            for _ in range(dispatches):
+                result = run()
+            jax.block_until_ready(result)
+            times[name].append((time.perf_counter() - start) * 1e3 / dispatches)
     results = {}
     for name, values in times.items():
         low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3

@@ -53,7 +53,8 @@ def decode(code, scale):
 
 @triton.jit
 def tile(ROWS: tl.constexpr, COLUMNS: tl.constexpr, BT: tl.constexpr, G: tl.constexpr):
-    """A program's block of BT rows, its rows, its groups of columns, and offsets [BT, G, 32] into [ROWS, COLUMNS].
+    """A program's block of BT rows, its rows, its groups of columns, offsets [BT, G, 32] into [ROWS, COLUMNS], masks
+    of the tile, its row-wise and its column-wise scales.
 
     Programs go along the columns first: neighbours in time read neighbours in memory."""
     ACROSS: tl.constexpr = (COLUMNS // 32 + G - 1) // G
@@ -61,64 +62,92 @@ def tile(ROWS: tl.constexpr, COLUMNS: tl.constexpr, BT: tl.constexpr, G: tl.cons
     row = block * BT + tl.arange(0, BT)
     group = tl.program_id(0).to(tl.int64) % ACROSS * G + tl.arange(0, G)
     offsets = row[:, None, None] * COLUMNS + (group[None, :, None] * 32 + tl.arange(0, 32)[None, None, :])
-    mask = (row < ROWS)[:, None, None] & (group < COLUMNS // 32)[None, :, None]
-    return block, row, group, offsets, tl.broadcast_to(mask, (BT, G, 32))
+    inside = group < COLUMNS // 32
+    mask = tl.broadcast_to((row < ROWS)[:, None, None] & inside[None, :, None], (BT, G, 32))
+    row_mask = (row < ROWS)[:, None] & inside[None, :]
+    return block, row, group, offsets, mask, row_mask, tl.broadcast_to(inside[:, None], (G, 32))
+
+
+# WHOLE, of these two: no tile sticks out of the array, and no mask is asked (masks cost more than the arithmetic).
 
 
 @triton.jit
-def store_rows(x, row, group, offsets, mask, codes, scales, COLUMNS: tl.constexpr, UP: tl.constexpr):
+def load(pointers, mask, WHOLE: tl.constexpr):
+    if WHOLE:
+        values = tl.load(pointers)
+    else:
+        values = tl.load(pointers, mask=mask, other=0)
+    return values
+
+
+@triton.jit
+def store(pointers, values, mask, WHOLE: tl.constexpr):
+    if WHOLE:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=mask)
+
+
+@triton.jit
+def store_rows(x, row, group, offsets, mask, row_mask, codes, scales, COLUMNS: tl.constexpr, UP: tl.constexpr,
+               WHOLE: tl.constexpr):  # fmt: skip
     """Row-wise codes and scales of a tile [BT, G, 32]."""
     scale = scale_of(tl.max(magnitude(x), axis=2), UP)
-    tl.store(codes + offsets, encode(x, scale[:, :, None]), mask=mask)
+    store(codes + offsets, encode(x, scale[:, :, None]), mask, WHOLE)
     at = row[:, None] * (COLUMNS // 32) + group[None, :]
-    tl.store(scales + at, scale.to(tl.uint8), mask=tl.max(mask.to(tl.int32), axis=2) > 0)
+    store(scales + at, scale.to(tl.uint8), row_mask, WHOLE)
 
 
 @triton.jit
-def store_columns(x, block, group, offsets, mask, codes, scales, COLUMNS: tl.constexpr, UP: tl.constexpr):
+def store_columns(x, block, group, offsets, mask, column_mask, codes, scales, COLUMNS: tl.constexpr, UP: tl.constexpr,
+               WHOLE: tl.constexpr):  # fmt: skip
     """Column-wise codes and scales of a tile [32, G, 32] of whole blocks; `block` counts 32 rows."""
     scale = scale_of(tl.max(magnitude(x), axis=0), UP)
-    tl.store(codes + offsets, encode(x, scale[None, :, :]), mask=mask)
+    store(codes + offsets, encode(x, scale[None, :, :]), mask, WHOLE)
     at = block * COLUMNS + group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    tl.store(scales + at, scale.to(tl.uint8), mask=tl.max(mask.to(tl.int32), axis=0) > 0)
+    store(scales + at, scale.to(tl.uint8), column_mask, WHOLE)
 
 
 @triton.jit
 def quantize_rows(x, codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UP: tl.constexpr, BT: tl.constexpr,
                   G: tl.constexpr):  # fmt: skip
-    block, row, group, offsets, mask = tile(ROWS, COLUMNS, BT, G)
-    values = tl.load(x + offsets, mask=mask, other=0).to(tl.float32)
-    store_rows(values, row, group, offsets, mask, codes, scales, COLUMNS, UP)
+    WHOLE: tl.constexpr = (ROWS % BT == 0) & (COLUMNS // 32 % G == 0)
+    block, row, group, offsets, mask, row_mask, column_mask = tile(ROWS, COLUMNS, BT, G)
+    values = load(x + offsets, mask, WHOLE).to(tl.float32)
+    store_rows(values, row, group, offsets, mask, row_mask, codes, scales, COLUMNS, UP, WHOLE)
 
 
 @triton.jit
 def quantize_columns(x, codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UP: tl.constexpr, G: tl.constexpr):
-    block, row, group, offsets, mask = tile(ROWS, COLUMNS, 32, G)
-    values = tl.load(x + offsets, mask=mask, other=0).to(tl.float32)
-    store_columns(values, block, group, offsets, mask, codes, scales, COLUMNS, UP)
+    WHOLE: tl.constexpr = (ROWS % 32 == 0) & (COLUMNS // 32 % G == 0)
+    block, row, group, offsets, mask, row_mask, column_mask = tile(ROWS, COLUMNS, 32, G)
+    values = load(x + offsets, mask, WHOLE).to(tl.float32)
+    store_columns(values, block, group, offsets, mask, column_mask, codes, scales, COLUMNS, UP, WHOLE)
 
 
 @triton.jit
 def quantize_both(x, row_codes, row_scales, column_codes, column_scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                   UP: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    block, row, group, offsets, mask = tile(ROWS, COLUMNS, 32, G)
-    values = tl.load(x + offsets, mask=mask, other=0).to(tl.float32)
-    store_rows(values, row, group, offsets, mask, row_codes, row_scales, COLUMNS, UP)
-    store_columns(values, block, group, offsets, mask, column_codes, column_scales, COLUMNS, UP)
+    WHOLE: tl.constexpr = (ROWS % 32 == 0) & (COLUMNS // 32 % G == 0)
+    block, row, group, offsets, mask, row_mask, column_mask = tile(ROWS, COLUMNS, 32, G)
+    values = load(x + offsets, mask, WHOLE).to(tl.float32)
+    store_rows(values, row, group, offsets, mask, row_mask, row_codes, row_scales, COLUMNS, UP, WHOLE)
+    store_columns(values, block, group, offsets, mask, column_mask, column_codes, column_scales, COLUMNS, UP, WHOLE)
 
 
 @triton.jit
 def dequantize_kernel(codes, scales, y, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr,
                       BT: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    block, row, group, offsets, mask = tile(ROWS, COLUMNS, BT, G)
+    WHOLE: tl.constexpr = (ROWS % BT == 0) & (COLUMNS // 32 % G == 0)
+    block, row, group, offsets, mask, row_mask, column_mask = tile(ROWS, COLUMNS, BT, G)
     if BY_ROW:
-        at = row[:, None, None] * (COLUMNS // 32) + group[None, :, None]
-        scale = tl.load(scales + at, mask=(row < ROWS)[:, None, None] & (group < COLUMNS // 32)[None, :, None], other=0)
+        at = row[:, None] * (COLUMNS // 32) + group[None, :]
+        scale = load(scales + at, row_mask, WHOLE)[:, :, None]
     else:
-        at = (row // 32)[:, None, None] * COLUMNS + (group[None, :, None] * 32 + tl.arange(0, 32)[None, None, :])
-        scale = tl.load(scales + at, mask=mask, other=0)
-    value = decode(tl.load(codes + offsets, mask=mask, other=0), scale)
-    tl.store(y + offsets, value.to(y.dtype.element_ty), mask=mask)
+        at = block * BT // 32 * COLUMNS + group[:, None] * 32 + tl.arange(0, 32)[None, :]
+        scale = load(scales + at, column_mask, WHOLE)[None, :, :]
+    value = decode(load(codes + offsets, mask, WHOLE), scale)
+    store(y + offsets, value.to(y.dtype.element_ty), mask, WHOLE)
 
 
 @triton.jit

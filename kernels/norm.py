@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .launch import Launch, cdiv, power_of_two
-from .mxfp8 import GROUPS, WARPS, store_columns, store_rows, tile, tiles
+from .mxfp8 import GROUPS, WARPS, load, store_columns, store_rows, tile, tiles
 
 
 @triton.jit
@@ -44,13 +44,14 @@ def rstd_kernel(x, rstd, K: tl.constexpr, EPS: tl.constexpr, BK: tl.constexpr):
 def norm_quantize_kernel(x, rstd, scale, row_codes, row_scales, column_codes, column_scales, ROWS: tl.constexpr,
                          K: tl.constexpr, ZERO_CENTERED: tl.constexpr, UP: tl.constexpr, G: tl.constexpr):  # fmt: skip
     """A tile [32, G, 32], normalised and quantised."""
-    block, row, group, offsets, mask = tile(ROWS, K, 32, G)
+    WHOLE: tl.constexpr = (ROWS % 32 == 0) & (K // 32 % G == 0)
+    block, row, group, offsets, mask, row_mask, column_mask = tile(ROWS, K, 32, G)
     column = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    values = tl.load(x + offsets, mask=mask, other=0).to(tl.float32)
-    factor = _factor(tl.load(scale + column, mask=(group < K // 32)[:, None], other=0), ZERO_CENTERED)
+    values = load(x + offsets, mask, WHOLE).to(tl.float32)
+    factor = _factor(load(scale + column, column_mask, WHOLE), ZERO_CENTERED)
     y = values * tl.load(rstd + row)[:, None, None] * factor[None, :, :]
-    store_rows(y, row, group, offsets, mask, row_codes, row_scales, K, UP)
-    store_columns(y, block, group, offsets, mask, column_codes, column_scales, K, UP)
+    store_rows(y, row, group, offsets, mask, row_mask, row_codes, row_scales, K, UP, WHOLE)
+    store_columns(y, block, group, offsets, mask, column_mask, column_codes, column_scales, K, UP, WHOLE)
 
 
 @triton.jit

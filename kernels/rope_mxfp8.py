@@ -2,21 +2,20 @@
 
 x [rows, HEADS, DIM] with rows a multiple of 32, the last P dims of a head rotary. A program, one warp, has 32 tokens of
 some blocks of one head, or of its rotary dims.
-The rotated halves are [32, P / 32, 16]: a row-wise block of 32 is two of those groups of 16, both of one half where
-halves are written, one of each (interleaved) where pairs are.
+The rotated halves are tiles [32, groups, 16 or 32].
 """
 
 import triton
 import triton.language as tl
 
 from .launch import Launch, cdiv
-from .mxfp8 import encode, magnitude, scale_of
+from .mxfp8 import encode, load, magnitude, scale_of, store
 from .rope import load_neighbours, rotate, store_neighbours, table_row
 
 
 @triton.jit
 def _load_pairs(x, base, i, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """x1, x2 [32, groups, 16] of tokens whose rotary dims start at base."""
+    """x1, x2 [32, groups, width] of tokens whose rotary dims start at base."""
     if PAIRS:
         x1, x2 = load_neighbours(x, (base // 2)[:, None, None] + i[None, :, :], None)
     else:
@@ -39,8 +38,10 @@ def _rotary_part(x, cos, sin, row_codes, row_scales, column_codes, column_scales
                  KEPT: tl.constexpr, READ_PAIRS: tl.constexpr, WRITE_PAIRS: tl.constexpr, INVERSE: tl.constexpr,
                  UP: tl.constexpr, ROTARY: tl.constexpr):  # fmt: skip
     HALF: tl.constexpr = ROTARY // 2
-    QUARTERS: tl.constexpr = HALF // 16
-    i = tl.arange(0, QUARTERS)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    # A row-wise block is 32 of one half, or where pairs are written (and where a half is but 16) 16 of each.
+    MIXED: tl.constexpr = WRITE_PAIRS or HALF == 16
+    WIDTH: tl.constexpr = 16 if MIXED else 32
+    i = tl.arange(0, HALF // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     c = tl.load(cos + table[:, None, None] * HALF + i[None, :, :]).to(tl.float32)
     s = tl.load(sin + table[:, None, None] * HALF + i[None, :, :]).to(tl.float32)
     x1, x2 = _load_pairs(x, base + KEPT, i, HALF, READ_PAIRS)
@@ -57,22 +58,16 @@ def _rotary_part(x, cos, sin, row_codes, row_scales, column_codes, column_scales
         tl.store(column_scales + column_base + KEPT + i, left_columns.to(tl.uint8))
         tl.store(column_scales + column_base + KEPT + HALF + i, right_columns.to(tl.uint8))
 
-    left_amax, right_amax = tl.max(left_bits, axis=2), tl.max(right_bits, axis=2)  # [32, QUARTERS]
-    quarter = tl.arange(0, QUARTERS)
-    if WRITE_PAIRS or HALF == 16:  # a block has 16 of each half
-        scale = scale_of(tl.maximum(left_amax, right_amax), UP)
-        left_rows, right_rows = scale, scale
-        tl.store(row_scales + row_base[:, None] + (KEPT // 32 + quarter)[None, :], scale.to(tl.uint8))
-    else:  # a block has 32 of one half
-        shape: tl.constexpr = (32, QUARTERS // 2, 2)
-        left_scale = scale_of(tl.max(tl.reshape(left_amax, shape), axis=2), UP)
-        right_scale = scale_of(tl.max(tl.reshape(right_amax, shape), axis=2), UP)
-        half = tl.arange(0, QUARTERS // 2)
-        at = row_base[:, None] + (KEPT // 32 + half)[None, :]
-        tl.store(row_scales + at, left_scale.to(tl.uint8))
-        tl.store(row_scales + at + QUARTERS // 2, right_scale.to(tl.uint8))
-        left_rows = tl.reshape(tl.broadcast_to(left_scale[:, :, None], shape), (32, QUARTERS))
-        right_rows = tl.reshape(tl.broadcast_to(right_scale[:, :, None], shape), (32, QUARTERS))
+    left_amax, right_amax = tl.max(left_bits, axis=2), tl.max(right_bits, axis=2)  # [32, HALF / WIDTH]
+    at = row_base[:, None] + (KEPT // 32 + tl.arange(0, HALF // WIDTH))[None, :]
+    if MIXED:
+        left_rows = scale_of(tl.maximum(left_amax, right_amax), UP)
+        right_rows = left_rows
+        tl.store(row_scales + at, left_rows.to(tl.uint8))
+    else:
+        left_rows, right_rows = scale_of(left_amax, UP), scale_of(right_amax, UP)
+        tl.store(row_scales + at, left_rows.to(tl.uint8))
+        tl.store(row_scales + at + HALF // 32, right_rows.to(tl.uint8))
     _store_pairs(row_codes, base + KEPT, i, encode(left, left_rows[:, :, None]),
                  encode(right, right_rows[:, :, None]), HALF, WRITE_PAIRS)  # fmt: skip
 
@@ -94,15 +89,18 @@ def rope_quantize_kernel(x, cos, sin, row_codes, row_scales, column_codes, colum
         group = part * G + tl.arange(0, G)
         inside = group < KEPT // 32
         at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+        WHOLE: tl.constexpr = KEPT // 32 % G == 0
         mask = tl.broadcast_to(inside[None, :, None], (32, G, 32))
-        values = tl.load(x + base[:, None, None] + at[None, :, :], mask=mask, other=0).to(tl.float32)
+        values = load(x + base[:, None, None] + at[None, :, :], mask, WHOLE).to(tl.float32)
         bits = magnitude(values)
         rows = scale_of(tl.max(bits, axis=2), UP)
-        tl.store(row_codes + base[:, None, None] + at[None, :, :], encode(values, rows[:, :, None]), mask=mask)
-        tl.store(row_scales + row_base[:, None] + group[None, :], rows.to(tl.uint8), mask=inside[None, :])
+        store(row_codes + base[:, None, None] + at[None, :, :], encode(values, rows[:, :, None]), mask, WHOLE)
+        row_mask = tl.broadcast_to(inside[None, :], (32, G))
+        store(row_scales + row_base[:, None] + group[None, :], rows.to(tl.uint8), row_mask, WHOLE)
         columns = scale_of(tl.max(bits, axis=0), UP)
-        tl.store(column_codes + base[:, None, None] + at[None, :, :], encode(values, columns[None, :, :]), mask=mask)
-        tl.store(column_scales + column_base + at, columns.to(tl.uint8), mask=inside[:, None])
+        store(column_codes + base[:, None, None] + at[None, :, :], encode(values, columns[None, :, :]), mask, WHOLE)
+        column_mask = tl.broadcast_to(inside[:, None], (G, 32))
+        store(column_scales + column_base + at, columns.to(tl.uint8), column_mask, WHOLE)
     else:
         _rotary_part(x, cos, sin, row_codes, row_scales, column_codes, column_scales, base, row_base, column_base,
                      table_row(token, N1, S0, S1), KEPT, READ_PAIRS, WRITE_PAIRS, INVERSE, UP, ROTARY)  # fmt: skip

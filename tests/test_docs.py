@@ -57,3 +57,20 @@ def test_the_h200_figures_are_the_committed_result():
     rows = json.loads((ROOT / "benchmarks" / "results" / "layer-h200.json").read_text())["rows"]
     for row in (row for row in rows if row["pass"] == "fwd_bwd"):
         assert f"{row['ms']:.1f} ms and {row['peak_bytes'] / 2**20:,.0f} MiB" in " ".join(README.split())
+
+
+def test_the_performance_table_is_the_committed_result():
+    """Every cell of the three measured columns, by op and pass, to the microsecond."""
+    results = ROOT / "benchmarks" / "results"
+    rows = json.loads((results / "ops-h200.json").read_text())["rows"]
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    measured = {f"{row['ms']:.3f}" for row in rows}
+    table = [line.split("|")[4:7] for line in page.splitlines() if line.startswith("| ") and "floor" not in line]
+    assert len(table) == 12
+    for cells in table:
+        for cell in cells:
+            assert not cell.strip() or cell.strip() in measured, cell
+    layers = json.loads((results / "layer-triton-h200.json").read_text())["rows"]
+    found = {(r["op"], r["implementation"]): f"{r['ms']:.1f}" for r in layers if r["pass"] == "fwd_bwd"}
+    assert found["layer", "triton"] == found["layer", "xla"] == "65.5"
+    assert found["layer_mxfp8", "triton"] == "69.6" and found["layer_mxfp8", "xla"] == "77.6"
