@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax_mla.ffi import triton
 
 import jax_mla
 from benchmarks import peers
+from jax_mla import launches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Case:
 
 def names() -> list[str]:
     """Our implementations that can run here."""
-    return ["xla"] if triton.unavailable() else ["triton", "xla"]
+    return ["xla"] if launches.supports() else ["triton", "xla"]
 
 
 def _size(*arrays) -> int:

@@ -17,7 +17,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
             os.environ.get("XLA_FLAGS", ""),
             "--xla_force_host_platform_device_count=8",
             "--xla_llvm_disable_expensive_passes=true",
-            "--xla_backend_optimization_level=0",
+            "--xla_backend_optimization_level=1",
         ]
     )
 

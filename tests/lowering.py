@@ -112,12 +112,12 @@ def calls(function, arguments) -> list[str]:
     return re.findall(r"custom_call @(\w+)", lowered.as_text())
 
 
-def main(capability: int) -> None:
+def main(capability: int, *names: str) -> None:
     with compile_for(capability):
-        found = {name: calls(with_gradients(f), a) for name, (f, a) in OPS.items()}
-        found |= {name: calls(f, a) for name, (f, a) in FORWARD.items()}
+        found = {n: calls(with_gradients(f), a) for n, (f, a) in OPS.items() if n in names or not names}
+        found |= {n: calls(f, a) for n, (f, a) in FORWARD.items() if n in names or not names}
     print(json.dumps({name: sum(target in TARGETS for target in targets) for name, targets in found.items()}))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -98,8 +98,13 @@ def tables(n0, n1, half, broadcast, seed=1):
     return cos, sin, table, (cos[rows], sin[rows])
 
 
-@pytest.mark.parametrize("heads,nope,rotary", [(1, 128, 64), (3, 96, 32), (5, 64, 48), (40, 0, 8), (6, 3, 2)])
-@pytest.mark.parametrize("read,write", list(list(list(itertools.product(LAYOUTS, LAYOUTS)))))
+# Every pair of layouts, and dims that are odd in another way each.
+ROPES = [(3, 96, 32, read, write) for read, write in itertools.product(LAYOUTS, LAYOUTS)]
+ROPES += [(1, 128, 64, "pairs", "halves"), (5, 64, 48, "halves", "pairs"), (9, 0, 8, "pairs", "pairs")]
+ROPES += [(6, 3, 2, "pairs", "halves")]
+
+
+@pytest.mark.parametrize("heads,nope,rotary,read,write", ROPES)
 def test_rope(heads, nope, rotary, read, write):
     """Case 30 of public reports: heads that no tile divides, head dims that are no power of two, every tile size the
     same bits; in place and copying; forward and inverse."""
@@ -121,10 +126,9 @@ def test_rope(heads, nope, rotary, read, write):
             assert np.abs(y - wanted).max() <= 2.0**-8 * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("heads,nope,rotary,value", [(1, 128, 64, 128), (3, 96, 32, 64), (5, 64, 48, 40), (9, 0, 8, 6)])
-@pytest.mark.parametrize("read,write", itertools.product(LAYOUTS, LAYOUTS))
-def test_split(heads, nope, rotary, value, read, write):
-    rng, tokens = np.random.default_rng(0), 5
+@pytest.mark.parametrize("heads,nope,rotary,read,write", ROPES)
+def test_split(heads, nope, rotary, read, write):
+    rng, tokens, value = np.random.default_rng(0), 3, nope + 5
     kv, k_pe = rng.normal(size=(tokens, heads, nope + value)), rng.normal(size=(tokens, rotary))
     kv, k_pe = to_torch(kv, "bfloat16"), to_torch(k_pe, "bfloat16")
     cos, sin, table, by_token = tables(1, tokens, rotary // 2, "own")
@@ -143,8 +147,11 @@ def test_split(heads, nope, rotary, value, read, write):
     assert np.abs(dk_pe - wanted).max() <= 1e-6 * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("heads,nope,rotary", [(1, 128, 64), (3, 96, 32), (2, 0, 64), (2, 160, 128)])
-@pytest.mark.parametrize("read,write", itertools.product(LAYOUTS, LAYOUTS))
+QUANTIZED = [(1, 128, 64, read, write) for read, write in itertools.product(LAYOUTS, LAYOUTS)]
+QUANTIZED += [(3, 96, 32, "pairs", "halves"), (2, 0, 64, "halves", "pairs"), (1, 160, 128, "halves", "halves")]
+
+
+@pytest.mark.parametrize("heads,nope,rotary,read,write", QUANTIZED)
 def test_rope_quantize(heads, nope, rotary, read, write):
     n0, n1 = 2, 32
     x = values(n0 * n1, heads * (nope + rotary), dtype="bfloat16").reshape(n0 * n1, heads, nope + rotary)

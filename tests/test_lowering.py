@@ -27,31 +27,39 @@ CALLS = {
 QUANTIZED = {"q_up_proj_rope, mxfp8": 15, "kv_up_proj_rope, mxfp8": 17, "mla, mxfp8": 50}
 
 
-def script(name: str, capability: int, *needs: str) -> dict:
+def script(name: str, *arguments, needs: tuple[str, ...]) -> dict:
     absent = [module for module in needs if importlib.util.find_spec(module) is None]
     if absent:
         pytest.skip(f"needs {' and '.join(absent)}")
     environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "XLA_FLAGS")}
-    command = [sys.executable, ROOT / "tests" / name, str(capability)]
+    command = [sys.executable, ROOT / "tests" / name, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-def test_every_op_lowers_to_our_kernels_for_cuda(capability):
-    found = script("lowering.py", capability, "triton", "jax_triton", "jax_cuda13_plugin")
+LOWERING = ("triton", "jax_triton", "jax_cuda13_plugin")
+
+
+def test_every_op_lowers_to_our_kernels_for_hopper():
+    found = script("lowering.py", 90, needs=LOWERING)
     assert {name: found[name] for name in CALLS} == CALLS
     for name, least in QUANTIZED.items():
         assert found[name] >= least, (name, found[name])
     assert found["mla"] >= 8
 
 
+def test_ops_lower_for_blackwell():
+    names = ("apply_rope_kv", "q_up_proj_rope, mxfp8", "swizzle_scales")
+    found = script("lowering.py", 100, *names, needs=LOWERING)
+    assert set(found) == set(names) and found["q_up_proj_rope, mxfp8"] >= QUANTIZED["q_up_proj_rope, mxfp8"]
+
+
 @pytest.mark.parametrize("capability", [90, 100])
 def test_kernels_compile_without_spills(capability):
     """Registers are what tells a regression; casts saturate in hardware; nothing is fused or flushed, since results are
     compared bit for bit."""
-    for name, report in script("compiled_kernels.py", capability, "triton").items():
+    for name, report in script("compiled_kernels.py", capability, needs=("triton",)).items():
         assert report["spilled"] == 0 and report["registers"] <= 255, (name, report)
         assert (report["casts"] > 0) == ("quantize" in name and "dequantize" not in name), (name, report)
         assert report["fused"] == 0 and report["flushing"] == 0, (name, report)
