@@ -190,9 +190,8 @@ def _up(i: Inputs, recipe):
         def run(x, w, scale, row):
             outputs, pullback = jax.vjp(function, x, w, scale)
             dq = made(row)
-            if recipe is not None:
-                dq = jax.tree.map(jnp.zeros_like, outputs) if hasattr(outputs, "proxy") else dq
-                dq = dataclasses.replace(dq, proxy=made(row))
+            if recipe is not None:  # a tensor's cotangent is its proxy's
+                dq = dataclasses.replace(jax.tree.map(jnp.zeros_like, outputs), proxy=dq)
             return pullback(dq)
 
         return run

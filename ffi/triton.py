@@ -82,10 +82,8 @@ def call(launch, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """The outputs of a `kernels.launch.Launch` on these arrays, whose shapes and dtypes the launch was made for."""
     if len(arrays) != launch.inputs:
         raise ValueError(f"arrays: found {len(arrays)}, wanted the {launch.inputs} inputs of {launch.kernel.__name__}")
-    return _call(launch, _capability.get(), *arrays)
+    capability = _capability.get()
 
-
-def _call(launch, capability, *arrays):
     @jax.custom_batching.sequential_vmap
     def run(*arrays):
         return tuple(_triton_call(launch, capability, arrays))

@@ -73,12 +73,10 @@ def attention(
     for argument, array in (("k", k), ("v", v)):
         if (operands.kind(array) != "array") != quantized:
             raise TypeError(f"{argument}: found {checks.show(array)}, wanted q, k and v all arrays or all MXFP8Tensors")
-    if quantized:
-        for argument, tensor, usage in zip("qkv", (q, k, v), _READ, strict=True):
-            operands.check_tensor(argument, tensor, -3, usage)
-    sizes = operands.check("q", q, "B T H D", None, -3, "rowwise")
-    sizes = operands.check("k", k, "B S H D", None, -3, "rowwise", **{name: sizes[name] for name in "BHD"}) | sizes
-    sizes = operands.check("v", v, "B S H V", None, -3, "columnwise", **{n: sizes[n] for n in "BSH"}) | sizes
+    recipe = "mxfp8" if quantized else None  # which asks for the copies that are read
+    sizes = operands.check("q", q, "B T H D", recipe, -3, "rowwise")
+    sizes = operands.check("k", k, "B S H D", recipe, -3, "rowwise", **{name: sizes[name] for name in "BHD"}) | sizes
+    sizes = operands.check("v", v, "B S H V", recipe, -3, "columnwise", **{n: sizes[n] for n in "BSH"}) | sizes
     for argument, array in (("k", k), ("v", v)):
         if array.dtype != q.dtype:
             raise TypeError(f"{argument}: found dtype {array.dtype}, wanted q's, which is {q.dtype}")
@@ -155,10 +153,7 @@ _BACKWARD = "b T h D, b S h D, b S h V, b T, b S, b T h V, b T h, b T h V, b T h
 
 def _run(direction: str, static: Static, dtype, q, k, v, *arrays):
     """One pass on the values of q, k and v in `dtype`."""
-    q, k, v = (
-        operands.read(x, dtype, None if kind == "array" else usage)
-        for x, kind, usage in zip((q, k, v), static.kinds, _READ, strict=True)
-    )
+    q, k, v = (operands.read(x, dtype, usage) for x, usage in zip((q, k, v), _READ, strict=True))
     chosen = dispatch.choose("attention", IMPLEMENTATIONS, static.implementation, static, q, k, v, *arrays[:2])
     rule = _FORWARD if direction == "forward" else _BACKWARD
     return sharding.local("attention", rule, functools.partial(getattr(chosen, direction), static), q, k, v, *arrays)

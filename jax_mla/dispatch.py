@@ -10,6 +10,8 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jax_mla import launches
+
 # Every name an op may have an implementation under; what this version lacks says so.
 NAMES = {
     "xla": "pure jnp, on every platform",
@@ -53,8 +55,6 @@ def composed(forward: Callable, backward: Callable, *names: str) -> dict[str, Im
     """The table of an op that is made of other ops: forward and backward take the name, and use it for every part."""
 
     def supports(name, static=None, *arrays):
-        from jax_mla import launches
-
         return launches.supports() if name == "triton" else None
 
     return {

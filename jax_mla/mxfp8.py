@@ -81,6 +81,11 @@ class Static:
             result += [shape, tuple(scales)]
         return result
 
+    def unflatten(self, arrays, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        """What a launch gives, flat and as bytes, as codes and scales of a tensor of that shape."""
+        codes = (jax.lax.bitcast_convert_type(a, bits.CODES) if i % 2 == 0 else a for i, a in enumerate(arrays))
+        return tuple(a.reshape(s) for a, s in zip(codes, self.shapes(shape), strict=True))
+
     def tensor(self, *arrays: jax.Array) -> MXFP8Tensor:
         """codes, scales of each usage, in order, as a tensor with its proxy."""
         none = (None, None)
@@ -121,11 +126,8 @@ def _triton_quantize(static: Static, x: jax.Array) -> tuple[jax.Array, ...]:
     if x.size == 0:
         return _xla_quantize(static, x)
     flat = _matrix(x, static)
-    arrays = triton.call(kernels.quantize(*flat.shape, static.usage, static.rounding), flat)
-    return tuple(
-        jax.lax.bitcast_convert_type(a, bits.CODES).reshape(x.shape) if i % 2 == 0 else a.reshape(shape)
-        for i, (a, shape) in enumerate(zip(arrays, static.shapes(x.shape), strict=True))
-    )
+    launch = kernels.quantize(*flat.shape, static.usage, static.rounding)
+    return static.unflatten(triton.call(launch, flat), x.shape)
 
 
 def _matrix(x: jax.Array, static) -> jax.Array:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax
 
 from jax_mla import checks, dispatch, launches, mxfp8, norm, sharding
-from jax_mla.mxfp8_bits import CODES
 from jax_mla.mxfp8_tensor import MXFP8Tensor, once_differentiable
 from jax_mla.rope import wide
 
@@ -73,9 +72,7 @@ def _triton_forward(static: Static, x: jax.Array, scale: jax.Array) -> tuple[jax
     (rstd,) = triton.call(kernels.rstd(*flat.shape, static.norm.eps), flat)
     launch = kernels.norm_quantize(*flat.shape, static.norm.zero_centered, static.quantize.rounding)
     arrays = triton.call(launch, flat, rstd, scale)
-    codes = [jax.lax.bitcast_convert_type(a, CODES) if i % 2 == 0 else a for i, a in enumerate(arrays)]
-    shapes = static.quantize.shapes(x.shape)
-    return *(a.reshape(s) for a, s in zip(codes, shapes, strict=True)), rstd.reshape(x.shape[:-1])
+    return *static.quantize.unflatten(arrays, x.shape), rstd.reshape(x.shape[:-1])
 
 
 def _triton_supports(static: Static | None = None, *arrays: jax.Array) -> str | None:

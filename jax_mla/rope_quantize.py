@@ -5,7 +5,6 @@ import functools
 import jax
 
 from jax_mla import launches, mxfp8, rope, sharding
-from jax_mla.mxfp8_bits import CODES
 from jax_mla.mxfp8_tensor import MXFP8Tensor, once_differentiable
 
 
@@ -37,6 +36,4 @@ def _triton(static: rope.RopeStatic, quantization: mxfp8.Static, x, cos, sin) ->
     layouts = (static.input_layout, static.output_layout)[:: -1 if static.inverse else 1]
     flat = launches.flat(x, 2)
     launch = kernels.rope_quantize(*flat.shape, static.rotary_dim, table, *layouts, static.inverse)
-    arrays = triton.call(launch, flat, cos, sin)
-    codes = [jax.lax.bitcast_convert_type(a, CODES) if i % 2 == 0 else a for i, a in enumerate(arrays)]
-    return tuple(a.reshape(s) for a, s in zip(codes, quantization.shapes(x.shape), strict=True))
+    return quantization.unflatten(triton.call(launch, flat, cos, sin), x.shape)
