@@ -1,0 +1,164 @@
+"""Compiles up-projections for an H200 that is not there: `python tests/gpu_programs.py "q, float32"` prints, as JSON,
+what a program, by XLA's GPU compiler and at DeepSeek-V3's shapes, writes to memory and keeps for the backward pass.
+
+Forward and backward are one program, and the cotangents of the heads are computed in it, as attention's backward pass
+would: so nobody else wants the buffer that the inverse RoPE is to overwrite. Needs triton, jax-triton, and jax's CUDA
+plugin with its PJRT library. A process of its own: XLA reads its flags once.
+"""
+
+import json
+import os
+import re
+import sys
+import tempfile
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax_mla.ffi.triton import TARGETS, compile_for
+
+from jax_mla import kv_up_proj_rope, q_up_proj_rope
+
+# What XLA asks about a GPU; those that jax ships descriptions of differ from version to version.
+H200 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  l2_cache_size: 52428800
+  memory_bandwidth: 4800000000000
+  device_memory_size: 151397597184
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 12 minor: 8 }
+device_description_str: "NVIDIA H200 141GB HBM3e"
+"""
+
+B, S, H, NOPE, ROTARY, V = 2, 4096, 128, 128, 64, 128
+BF16, F32 = jnp.bfloat16, jnp.float32
+# op: (rank of the latent, dims a head of its GEMM, dims a head of what it returns)
+OPS = {"q": (1536, NOPE + ROTARY, [NOPE + ROTARY]), "kv": (512, NOPE + V, [NOPE + ROTARY, V])}
+# variant: (dtype of the weight, norm and bias, recipe, out)
+VARIANTS = {
+    "float32": (F32, False, None, None),
+    "bfloat16": (BF16, False, None, None),
+    "float32, norm and bias": (F32, True, None, None),
+    "bfloat16, norm and bias": (BF16, True, None, None),
+    "mxfp8": (F32, False, "mxfp8", None),
+    "mxfp8, out": (F32, False, "mxfp8", "mxfp8"),
+}
+
+
+def main(*names: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        use_compiler(Path(folder))
+        topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H200, topology="1x1x1")
+        sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+        with compile_for(90):
+            print(json.dumps({name: program(*name.split(", ", 1), sharding) for name in names}))
+
+
+def use_compiler(folder: Path) -> None:
+    """XLA's flags, and Triton's own ptxas and libdevice laid out as XLA looks for them."""
+    nvidia = Path(find_spec("triton").origin).parent / "backends" / "nvidia"
+    (folder / "bin").mkdir()
+    (folder / "nvvm").mkdir()
+    # The one for Blackwell is the newest, which PTX from the newest triton asks for.
+    ptxas = max((nvidia / "bin").glob("ptxas*"), key=lambda path: path.name == "ptxas-blackwell")
+    (folder / "bin" / "ptxas").symlink_to(ptxas)
+    (folder / "nvvm" / "libdevice").symlink_to(nvidia / "lib")
+    os.environ["PATH"] = os.pathsep.join([str(folder / "bin"), os.environ.get("PATH", "")])
+    os.environ["XLA_FLAGS"] = (
+        f"--xla_gpu_cuda_data_dir={folder} --xla_gpu_enable_command_buffer= "  # one list of launches
+        "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"  # nothing to time GEMMs on: they are cuBLAS's
+    )
+
+
+def program(op: str, variant: str, sharding) -> dict:
+    rank, width, returned = OPS[op]
+    weight, extras, recipe, out = VARIANTS[variant]
+    up = dict(nope_dim=NOPE, recipe=recipe, out=out, implementation="triton")
+
+    def array(*shape, dtype=BF16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def forward(tables, x, w, norm_scale, bias, *k_pe):
+        run = q_up_proj_rope if op == "q" else kv_up_proj_rope
+        heads = run(x, w, *k_pe, *tables, norm_scale=norm_scale, bias=bias, **up)
+        heads = [heads] if op == "q" else heads
+        # A tensor's proxy is for its gradient alone; what attention reads are the codes.
+        return [t if out is None else t.proxy for t in heads], [t if out is None else t.detach() for t in heads]
+
+    def pull(tables, *arguments):
+        _, pullback, heads = jax.vjp(lambda *arguments: forward(tables, *arguments), *arguments, has_aux=True)
+        return heads, pullback
+
+    def step(seeds, *arguments):
+        heads, pullback = pull(*arguments)
+        return heads, pullback([seed * 0.5 for seed in seeds])
+
+    arguments = [[array(S, ROTARY // 2, dtype=F32)] * 2, array(B, S, rank), array(rank, H, width, dtype=weight)]
+    arguments += [array(rank, dtype=F32), array(H, width, dtype=F32)] if extras else [None, None]
+    arguments += [array(B, S, ROTARY)] * (op == "kv")
+    saved = jax.tree.leaves(jax.eval_shape(pull, *arguments)[1])
+    seeds = [array(B, S, H, d) for d in returned]
+    compiled = jax.jit(step).trace(seeds, *arguments).lower(lowering_platforms=("cuda",)).compile()
+    heads = {B * S * H * d for d in (width, *returned)}
+    sizes = {n // 32: "scales" for n in heads} | {B * S * rank: "latent", rank * H * width: "weight"}
+    sizes |= dict.fromkeys(heads, "heads")
+    return launches(compiled.as_text(), sizes) | {"saved": sorted(f"{a.dtype}{list(a.shape)}" for a in saved if a.size)}
+
+
+_INSTRUCTION = re.compile(r"(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)")
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element")
+
+
+def launches(text: str, sizes: dict[int, str]) -> dict:
+    """What the program's launches write, by size: how many arrays of which dtype which sort of launch writes to memory;
+    and the dtypes of its GEMMs. Arrays smaller than the smallest of `sizes` are left out."""
+    dtypes, written, gemms = {}, {}, []
+    for line in text[text.index("\nENTRY ") :].splitlines():
+        found = _INSTRUCTION.match(line.strip())
+        if found is None:
+            continue
+        name, shape, opcode, operands = found.groups()
+        arrays = [(dtype, prod(map(int, filter(None, dims.split(","))))) for dtype, dims in _SHAPE.findall(shape)]
+        dtypes[name] = arrays[0][0]
+        if opcode in _FREE:
+            continue
+        kind = opcode
+        if "__cublas" in line:
+            kind = "gemm"
+            del arrays[1:]  # its workspace
+            read = [dtypes[operand.split("%")[1]] for operand in operands.split(", ")]
+            gemms.append(f"{' . '.join(read)} -> {arrays[0][0]}")
+        elif any(f'"{target}"' in line for target in TARGETS):
+            kind = "kernel in place" if "output_to_operand_aliasing" in line else "kernel"
+        for dtype, size in arrays:
+            if size >= min(sizes):
+                counts = written.setdefault(sizes.get(size, "other"), {})
+                counts[f"{kind} {dtype}"] = counts.get(f"{kind} {dtype}", 0) + 1
+    return {"written": written, "gemms": sorted(gemms)}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
