@@ -1,6 +1,7 @@
 """Times ops against what JAX users write, side by side in one run, and checks each timed result."""
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -17,6 +18,7 @@ import numpy as np
 
 import jax_mla
 from benchmarks import ops, peers, timing
+from benchmarks.cases import Case, Inputs, error, names
 from jax_mla import MLAConfig
 
 
@@ -62,7 +64,9 @@ def layer(preset: Preset, tokens: int, repeats: int, seed: int, recipe: str | No
         dparams, dxs = zip(*grads, strict=True)
         return np.concatenate(ys), (jax.tree.map(lambda *leaves: sum(leaves), *dparams), np.concatenate(dxs))
 
-    ours = {n: functools.partial(jax_mla.mla, recipe=recipe, implementation=(n, "xla")) for n in ops.names()}
+    ours = {
+        n: functools.partial(jax_mla.mla, recipe=recipe, implementation=(n, "xla")) for n in names("q_up_proj_rope")
+    }
     implementations = ours | {"jnp_usual": peers.jnp_usual_layer}
     rows = []
     for direction in ("fwd", "fwd_bwd"):
@@ -73,7 +77,8 @@ def layer(preset: Preset, tokens: int, repeats: int, seed: int, recipe: str | No
         wanted = exact(params, x, dy)
         if direction == "fwd":
             wanted = wanted[0]
-        times = timing.side_by_side({n: lambda c=c: c(params, x, dy) for n, c in compiled.items()}, repeats)
+        runs = {n: timing.Timed(functools.partial(c, params, x, dy)) for n, c in compiled.items()}
+        times = timing.side_by_side(runs, repeats)
         for name, executable in compiled.items():
             ms, spread = times[name]
             row = dict(op="layer", direction=direction, implementation=name)
@@ -85,43 +90,36 @@ def layer(preset: Preset, tokens: int, repeats: int, seed: int, recipe: str | No
 
 def op_rows(name: str, preset: Preset, tokens: int, repeats: int, seed: int) -> list[dict]:
     """An op of `benchmarks.ops`: every pass of it, every implementation that can run, side by side."""
+    return [row for case in ops.OPS[name](Inputs(preset, tokens, seed)) for row in _case_rows(name, case, repeats)]
+
+
+def _case_rows(op: str, case: Case, repeats: int) -> list[dict]:
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.jit(case.reference)(*case.args)
+    errors, peaks, timed, sets = {}, {}, {}, [case.args]
+    functions = case.candidates | ({} if case.before is None else {"producer": case.before})
+    for name, function in functions.items():
+        try:
+            compiled = jax.jit(function, donate_argnums=(0,) if case.donate else ()).lower(*case.args).compile()
+            if name != "producer":
+                errors[name] = error(compiled(*timing.fresh(case.args, case.donate)), wanted)
+                peaks[name] = compiled.memory_analysis().temp_size_in_bytes
+            timed[name] = timing.prepare(function, compiled, sets, case.donate)
+        except Exception as reason:  # a peer may be too large for the memory, or refuse these shapes; ours says so
+            if not name.startswith("jnp_") and not isinstance(reason, NotImplementedError):
+                raise
+            first = str(reason).partition("\n")[0]
+            print(f"left out: {op} {case.direction} by {name}: {type(reason).__name__}: {first}", file=sys.stderr)
+    del wanted
+    times = timing.side_by_side(timed, repeats)
+    off = times.pop("producer")[0] if case.before is not None else 0.0
     rows = []
-    dispatches = 20 if jax.default_backend() == "gpu" else 1
-    for case in ops.OPS[name](ops.Inputs(preset, tokens, seed)):
-        donated = (0,) if case.donate else ()
-        functions = dict(case.candidates)
-        if case.before is not None:
-            functions["producer"] = case.before
-        compiled = {n: jax.jit(f, donate_argnums=donated).lower(*case.args).compile() for n, f in functions.items()}
-        fresh = lambda args: jax.tree.map(lambda a: a + 0, args[:1]) + args[1:] if case.donate else args  # noqa: B023, E731
-        found = {n: executable(*fresh(case.args)) for n, executable in compiled.items() if n != "producer"}
-        with jax.default_matmul_precision("highest"):
-            wanted = found["xla"] if case.reference is None else jax.jit(case.reference)(*case.args)
-        errors = {n: ops.error(result, wanted) for n, result in found.items()}
-        del wanted
-        del found
-
-        def runner(executable, args):
-            state = list(args)
-
-            def run():
-                result = executable(*state)
-                if case.donate:  # noqa: B023  the result is the next call's argument
-                    state[0] = result
-                return result
-
-            return run
-
-        times = timing.side_by_side(
-            {n: runner(executable, fresh(case.args)) for n, executable in compiled.items()}, repeats, dispatches
-        )
-        off = times["producer"][0] if case.before is not None else 0.0
-        for n in case.candidates:
-            ms = times[n][0] - off
-            row = dict(op=name, direction=case.direction, implementation=n, ms=ms, spread=times[n][1], error=errors[n])
-            row |= dict(tflops=case.flops / ms / 1e9 if case.flops else None)
-            row |= dict(gbps=case.bytes / ms / 1e6 if case.bytes else None)
-            rows.append(row | dict(peak_bytes=compiled[n].memory_analysis().temp_size_in_bytes))
+    for name, (ms, spread) in times.items():
+        ms -= off
+        row = dict(op=op, direction=case.direction, variant=case.variant, implementation=name)
+        row |= dict(ms=ms, spread=spread, error=errors[name], peak_bytes=peaks[name])
+        row |= dict(tflops=case.flops and case.flops / ms / 1e9, gbps=case.bytes and case.bytes / ms / 1e6)
+        rows.append(row)
     return rows
 
 
@@ -131,6 +129,8 @@ def layer_mxfp8(preset: Preset, tokens: int, repeats: int, seed: int) -> list[di
 
 OPS = {"layer": layer, "layer_mxfp8": layer_mxfp8}
 OPS |= {name: functools.partial(op_rows, name) for name in ops.OPS}
+CEILINGS = {"copy": "gbps", "gemm": "tflops"}  # by the rate that each is one of
+UNKNOWN = {"variant": None, "tflops": None, "gbps": None}  # what not every op's rows have
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -149,22 +149,23 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"--json: cannot write {args.json}: {error.strerror}")
     preset = PRESETS[args.preset]
     rows = []
-    print(f"{'op':15}{'pass':15}{'by':12}{'tokens':>8}{'ms':>10}{'spread':>9}{'error':>10}{'temporaries':>14}")
-    for op in args.ops:
+    print(
+        f"{'op':17}{'pass':8}{'variant':11}{'by':10}{'tokens':>7}{'ms':>10}{'spread':>8}{'TFLOP/s':>9}{'GB/s':>9}"
+        f"{'of':>11}{'error':>9}{'temporaries':>13}"
+    )
+    for op in _with_ceilings(args.ops):
         for tokens in args.tokens or [preset.tokens]:
-            for row in OPS[op](preset, tokens, args.repeats, args.seed):
-                row = {"op": row.pop("op"), "pass": row.pop("direction"), **row}
-                row = {"tflops": None, "gbps": None} | row | {"preset": args.preset, "tokens": preset.batch * tokens}
-                rows.append(row)
-                print(
-                    f"{row['op']:15}{row['pass']:15}{row['implementation']:12}{row['tokens']:8}{row['ms']:10.3f}"
-                    f"{row['spread']:9.3f}{row['error']:10.1e}{row['peak_bytes'] / 2**20:10.1f} MiB"
-                )
+            common = {"preset": args.preset, "tokens": preset.batch * tokens}
+            found = OPS[op](preset, tokens, args.repeats, args.seed)
+            found = [{"op": r.pop("op"), "pass": r.pop("direction"), **common, **UNKNOWN, **r} for r in found]
+            rows += found
+            for row in found:
+                row["ceiling"], row["fraction"] = _ceiling(row, rows)
+                print(_line(row))
     if args.json:
         report = {
             "device": _device(),
-            "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
-            | {"python": platform.python_version(), "jax_mla": jax_mla.__version__},
+            "versions": _versions(),
             "command": _command(sys.argv[1:] if argv is None else argv),
             "date": datetime.date.today().isoformat(),
             "rows": rows,
@@ -175,6 +176,44 @@ def main(argv: list[str] | None = None) -> int:
             file.write("\n")
         os.replace(temporary, args.json)
     return 0
+
+
+def _with_ceilings(asked: list[str]) -> list[str]:
+    """The ops in order, the ceilings first, which on a GPU are always measured."""
+    wanted = [op for op in CEILINGS if op in asked or jax.default_backend() == "gpu"]
+    return wanted + [op for op in asked if op not in CEILINGS]
+
+
+def _ceiling(row: dict, rows: list[dict]) -> tuple[str | None, float | None]:
+    """Which ceiling a row comes nearest to, hence what the op is bound by, and what fraction of it; None where the run
+    did not measure one that counts."""
+    fractions = {}
+    for op, rate in CEILINGS.items():
+        if row[rate] is not None:
+            measured = [r[rate] for r in rows if (r["op"], r["tokens"]) == (op, row["tokens"])]
+            if not measured:
+                return None, None
+            fractions[op] = row[rate] / max(measured)
+    nearest = max(fractions, key=fractions.get, default=None)
+    return nearest, fractions.get(nearest)
+
+
+def _line(row: dict) -> str:
+    rates = ("" if row[name] is None else f"{row[name]:.{0 if row[name] > 99 else 1}f}" for name in ("tflops", "gbps"))
+    ceiling = "" if row["ceiling"] is None else f"{row['ceiling']} {row['fraction']:.2f}"
+    return (
+        f"{row['op']:17}{row['pass']:8}{row['variant'] or '':11}{row['implementation']:10}{row['tokens']:7}"
+        f"{row['ms']:10.4f}{row['spread']:8.4f}" + "".join(f"{rate:>9}" for rate in rates) + f"{ceiling:>11}"
+        f"{row['error']:9.1e}{row['peak_bytes'] / 2**20:9.1f} MiB"
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "jax_mla": jax_mla.__version__}
+    for name in ("jax", "jaxlib", "numpy", "triton", "jax-triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _positive(text: str) -> int:

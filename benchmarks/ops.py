@@ -1,137 +1,97 @@
-"""The ops a layer is made of, at a preset's dims: what each is timed on, against what, and what it may cost at best."""
+"""The ops around the GEMMs and the two ceilings, and the table of all ops that have cases."""
 
-import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 import jax_mla
-from benchmarks import peers
-from jax_mla import launches
+from benchmarks import attentions, peers, projections
+from benchmarks.cases import Case, Inputs, codes, moved, names, pull, wide
+from benchmarks.timing import size
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One pass of an op: candidates by implementation, each a function of `args`.
-
-    reference: a function of `args` in float32, or None: results are then compared with the xla implementation's.
-    donate: the first argument's buffer may be reused, and the result is its successor. bytes, flops: the fewest that
-    must be moved and done. before: what is timed and taken off, a producer of the cotangent whose buffer a backward
-    pass may reuse.
-    """
-
-    direction: str
-    candidates: dict[str, Callable]
-    args: tuple
-    bytes: float = 0
-    flops: float = 0
-    reference: Callable | None = None
-    donate: bool = False
-    before: Callable | None = None
+def copy(i: Inputs) -> list[Case]:
+    """The ceiling of what moves bytes, the best row: one elementwise pass over the queries, and over as many bytes of
+    float32, which XLA reads in wider pieces."""
+    x = i.per_token(i.heads, i.nope + i.rope)
+    cases = [Case("fwd", {"xla": jnp.negative}, (x,), wide(jnp.negative), bytes=2 * size(x))]
+    if x.dtype != jnp.float32:
+        x = i.draw(size(x) // 4, dtype=jnp.float32)
+        cases.append(Case("fwd", {"xla": jnp.negative}, (x,), jnp.negative, "float32", bytes=2 * size(x)))
+    return cases
 
 
-def names() -> list[str]:
-    """Our implementations that can run here."""
-    return ["xla"] if launches.supports() else ["triton", "xla"]
-
-
-def _size(*arrays) -> int:
-    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(arrays))
-
-
-class Inputs:
-    """Fresh random arrays of a preset's dims."""
-
-    def __init__(self, preset, tokens: int, seed: int):
-        self.config, self.batch, self.tokens = preset.config, preset.batch, tokens
-        self.dtype, self.key = jnp.dtype(preset.dtype), jax.random.key(seed)
-        c = self.config
-        self.heads, self.nope, self.rope, self.value = c.num_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
-        self.cos, self.sin = jax_mla.rope_tables(jnp.arange(tokens, dtype=jnp.int32), c.rope, self.rope)
-
-    def draw(self, *shape, dtype=None):
-        self.key, key = jax.random.split(self.key)
-        return jax.random.normal(key, shape, dtype or self.dtype)
-
-    def per_token(self, *shape):
-        return self.draw(self.batch, self.tokens, *shape)
+def gemm(i: Inputs) -> list[Case]:
+    """The ceiling of what multiplies: the Q up-projection alone."""
+    rank, width = i.config.q_lora_rank, i.heads * (i.nope + i.rope)
+    x, w = i.draw(i.batch * i.tokens, rank), i.draw(rank, width) * rank**-0.5
+    return [Case("fwd", {"xla": jnp.dot}, (x, w), wide(jnp.dot), flops=2 * i.batch * i.tokens * rank * width)]
 
 
 def rope_q(i: Inputs) -> list[Case]:
+    """In place: the result may have the queries' buffer, and most of it stays as it is."""
     x = i.per_token(i.heads, i.nope + i.rope)
-    tables = (i.cos, i.sin)
-    touched = 2 * _size(x) * i.rope / (i.nope + i.rope)
+    touched = 2 * size(x) * i.rope / (i.nope + i.rope)
+    cases = []
+    for variant, layout, usual in ((None, "pairs", peers.rope_usual), ("halves", "halves", peers.rope_halves_usual)):
 
-    def ours(name, layout):
-        return lambda x: jax_mla.apply_rope(x, *tables, rotary_dim=i.rope, input_layout=layout, implementation=name)
+        def ours(name, layout=layout):
+            options = dict(rotary_dim=i.rope, input_layout=layout, implementation=name)
+            return lambda x: jax_mla.apply_rope(x, i.cos, i.sin, **options)
 
-    candidates = {name: ours(name, "pairs") for name in names()}
-    candidates["jnp_usual"] = lambda x: peers.rope_usual(x, *tables, i.nope)
-    halves = {name: ours(name, "halves") for name in names()}
-    halves["jnp_best"] = lambda x: peers.rope_best(x, *tables, i.nope)
-    usual = lambda x: peers.rope_usual(x.astype(jnp.float32), *tables, i.nope)  # noqa: E731
-    best = lambda x: peers.rope_best(x.astype(jnp.float32), *tables, i.nope)  # noqa: E731
-    return [
-        Case("fwd", candidates, (x,), touched, 0, usual, donate=True),
-        Case("fwd_halves", halves, (x,), touched, 0, best, donate=True),
-    ]
+        def best(x, layout=layout):
+            return peers.rope_best(x, i.cos, i.sin, i.nope, layout)
+
+        plain = lambda x, usual=usual: usual(x, i.cos, i.sin, i.nope)  # noqa: E731
+        candidates = {name: ours(name) for name in names("apply_rope")} | {"jnp_usual": plain, "jnp_best": best}
+        cases.append(Case("fwd", candidates, (x,), wide(plain), variant, bytes=touched, donate=True))
+    return cases
 
 
 def rope_kv(i: Inputs) -> list[Case]:
     kv, k_pe = i.per_token(i.heads, i.nope + i.value), i.per_token(i.rope)
-    moved = _size(kv) * (1 + (i.nope + i.rope + i.value) / (i.nope + i.value))
+    cotangents = i.per_token(i.heads, i.nope + i.rope), i.per_token(i.heads, i.value)
 
     def ours(name):
         return lambda kv, k_pe: jax_mla.apply_rope_kv(kv, k_pe, i.cos, i.sin, nope_dim=i.nope, implementation=name)
 
-    def usual(kv, k_pe):
-        return peers.split_usual(kv, k_pe, i.cos, i.sin, i.nope)
+    def peer(function):
+        return lambda kv, k_pe: function(kv, k_pe, i.cos, i.sin, i.nope)
 
     def backward(function):
-        def run(kv, k_pe, dk, dv):
-            return jax.vjp(function, kv, k_pe)[1]((dk, dv))
+        return lambda kv, k_pe, *cotangents: pull(function, (kv, k_pe), cotangents)
 
-        return run
-
-    candidates = {name: ours(name) for name in names()} | {"jnp_usual": usual}
-    cotangents = i.per_token(i.heads, i.nope + i.rope), i.per_token(i.heads, i.value)
-    wide = lambda f: lambda *a: f(*(x.astype(jnp.float32) for x in a))  # noqa: E731
+    candidates = {name: ours(name) for name in names("apply_rope_kv")}
+    candidates |= {"jnp_usual": peer(peers.split_usual), "jnp_best": peer(peers.split_best)}
+    pulled = {n: backward(f) for n, f in candidates.items()}
+    touched = moved(candidates["jnp_usual"], kv, k_pe)  # the other way in the backward pass
+    args = (kv, k_pe)
     return [
-        Case("fwd", candidates, (kv, k_pe), moved, 0, wide(usual)),
-        Case(
-            "bwd",
-            {n: backward(f) for n, f in candidates.items()},
-            (kv, k_pe, *cotangents),
-            moved,
-            0,
-            wide(backward(usual)),
-        ),
+        Case("fwd", candidates, args, wide(candidates["jnp_usual"]), bytes=touched),
+        Case("bwd", pulled, (*args, *cotangents), wide(pulled["jnp_usual"]), bytes=touched),
     ]
 
 
-def _codes(t):
-    return t.detach().bytes()
-
-
-def _norm_codes(name: str, x, scale):
-    return _codes(jax_mla.rms_norm_quantize(x, scale, 1e-6, usage="both", implementation=name))
-
-
 def rms_norm_mxfp8(i: Inputs) -> list[Case]:
-    cases = []
-    for name, width in (("fwd_latent", i.config.q_lora_rank), ("fwd_hidden", i.config.hidden_size)):
-        x, scale = i.per_token(width), i.draw(width, dtype=jnp.float32)
+    def ours(name, x, scale):
+        return codes(jax_mla.rms_norm_quantize(x, scale, 1e-6, usage="both", implementation=name))
 
-        candidates = {n: functools.partial(_norm_codes, n) for n in names()}
-        candidates["jnp_usual"] = lambda x, s: peers.quantize_usual(peers.norm_usual(x, s, 1e-6), -1, 1)
-        cases.append(Case(name, candidates, (x, scale), _size(x) * 2))
+    def peer(quantize, x, scale):
+        return quantize(peers.norm_usual(x, scale, 1e-6), -1, 1)
+
+    cases = []
+    for variant, width in (("latent", i.config.q_lora_rank), ("hidden", i.config.hidden_size)):
+        args = i.per_token(width), i.draw(width, dtype=jnp.float32)
+        candidates = {name: functools.partial(ours, name) for name in names("rms_norm_quantize")}
+        candidates |= {name: functools.partial(peer, quantize) for name, quantize in peers.QUANTIZE.items()}
+        best = candidates["jnp_best"]
+        cases.append(Case("fwd", candidates, args, wide(best), variant, bytes=moved(best, *args)))
     return cases
 
 
 def rope_mxfp8(i: Inputs) -> list[Case]:
-    """What stands before the backward GEMMs of queries: the inverse rotation of dq and its codes, both ways."""
+    """What stands before the backward GEMMs of queries, in the other direction: a rotation and its codes, both ways."""
     from jax_mla import rope, rope_quantize
 
     x = i.per_token(i.heads, i.nope + i.rope)
@@ -139,121 +99,38 @@ def rope_mxfp8(i: Inputs) -> list[Case]:
 
     def ours(name):
         static = rope.RopeStatic(i.rope, "pairs", "halves", False, name)
-        return lambda x: _codes(rope_quantize.raw(static, x, *tables))
+        return lambda x: codes(rope_quantize.raw(static, x, *tables))
 
-    candidates = {name: ours(name) for name in names()}
-    candidates["jnp_usual"] = lambda x: peers.quantize_usual(
-        peers.rope_usual(x.astype(jnp.float32), i.cos, i.sin, i.nope), -1, 1
-    )
-    return [Case("fwd", candidates, (x,), _size(x) * 2)]
+    def usual(x):
+        return peers.quantize_usual(peers.rope_usual(x.astype(jnp.float32), i.cos, i.sin, i.nope), -1, 1)
+
+    def best(x):
+        return peers.quantize_best(peers.rope_reshaped(x.astype(jnp.float32), i.cos, i.sin, i.nope), -1, 1)
+
+    candidates = {name: ours(name) for name in names("q_up_proj_rope")} | {"jnp_usual": usual, "jnp_best": best}
+    return [Case("fwd", candidates, (x,), wide(best), bytes=moved(best, x))]
 
 
 def dequantize(i: Inputs) -> list[Case]:
-    x = i.per_token(i.heads, i.nope + i.rope)
-    t = jax.jit(lambda x: jax_mla.quantize_mxfp8(x, usage="both", token_axis=-3).detach())(x)
     from jax_mla.mxfp8 import raw_dequantize
 
+    x = i.per_token(i.heads, i.nope + i.rope)
+    t = jax.jit(lambda x: jax_mla.quantize_mxfp8(x, usage="both", token_axis=-3).detach())(x)
     cases = []
-    for usage in ("rowwise", "columnwise"):
-        one = t.only(usage)
-        candidates = {n: lambda t, n=n: raw_dequantize(i.dtype, t, n) for n in names()}
-        cases.append(Case(f"fwd_{usage}", candidates, (one,), _size(x) * 1.5))
+    for usage, axis in (("rowwise", -1), ("columnwise", 1)):
+
+        def peer(function, dtype=i.dtype, usage=usage, axis=axis):
+            return lambda t: function(*t.copy(usage), axis, dtype)
+
+        args = (t.only(usage),)
+        candidates = {n: functools.partial(raw_dequantize, i.dtype, implementation=n) for n in names("quantize_mxfp8")}
+        candidates |= {name: peer(function) for name, function in peers.DEQUANTIZE.items()}
+        reference = peer(peers.dequantize_usual, jnp.float32)
+        cases.append(Case("fwd", candidates, args, reference, usage, bytes=moved(candidates["jnp_best"], *args)))
     return cases
 
 
-def _up(i: Inputs, recipe):
-    """q_up_proj_rope with its norm: forward, and backward with a cotangent that is made in the program."""
-    rank, width = i.config.q_lora_rank, i.nope + i.rope
-    x, w, scale = i.per_token(rank), i.draw(rank, i.heads, width) * rank**-0.5, 1 + 0.1 * i.draw(rank)
-    row = i.draw(1, 1, i.heads, width)
-    gemm = 2 * i.batch * i.tokens * rank * i.heads * width
-
-    def ours(name):
-        def run(x, w, scale):
-            options = dict(nope_dim=i.nope, norm_scale=scale, recipe=recipe, out=recipe, implementation=name)
-            return jax_mla.q_up_proj_rope(x, w, i.cos, i.sin, **options)
-
-        return run
-
-    def usual(x, w, scale):
-        return peers.q_up_usual(x, w, scale, i.cos, i.sin, i.nope)
-
-    def best(x, w, scale):
-        return peers.q_up_best(x, w, scale, i.cos, i.sin, i.nope)
-
-    def made(row):
-        steps = jnp.cos(jnp.arange(i.tokens, dtype=jnp.float32))[None, :, None, None]
-        dq = jnp.broadcast_to(row * steps.astype(row.dtype), (i.batch, i.tokens, i.heads, width))
-        return jax.lax.optimization_barrier(dq)
-
-    def backward(function):
-        def run(x, w, scale, row):
-            outputs, pullback = jax.vjp(function, x, w, scale)
-            dq = made(row)
-            if recipe is not None:  # a tensor's cotangent is its proxy's
-                dq = dataclasses.replace(jax.tree.map(jnp.zeros_like, outputs), proxy=dq)
-            return pullback(dq)
-
-        return run
-
-    return x, w, scale, row, gemm, ours, usual, best, made, backward
-
-
-def q_up(i: Inputs) -> list[Case]:
-    x, w, scale, row, gemm, ours, usual, best, made, backward = _up(i, None)
-    candidates = {n: ours(n) for n in names()} | {"jnp_usual": usual, "jnp_best": best}
-    wide = lambda f: lambda *a: f(*(x.astype(jnp.float32) for x in a))  # noqa: E731
-    q_bytes = _size(x) * i.heads * (i.nope + i.rope) / i.config.q_lora_rank
-    return [
-        Case("fwd", candidates, (x, w, scale), q_bytes, gemm, wide(usual)),
-        Case(
-            "bwd",
-            {n: backward(f) for n, f in candidates.items()},
-            (x, w, scale, row),
-            q_bytes * 2 * i.rope / (i.nope + i.rope),
-            2 * gemm,
-            wide(backward(usual)),
-            before=lambda x, w, scale, row: made(row),
-        ),
-    ]
-
-
-def q_up_mxfp8(i: Inputs) -> list[Case]:
-    x, w, scale, row, gemm, ours, *_, made, backward = _up(i, "mxfp8")
-    candidates = {n: (lambda f: lambda *a: _codes(f(*a)))(ours(n)) for n in names()}
-    bodies = {n: backward(ours(n)) for n in names()}
-    return [
-        Case("fwd", candidates, (x, w, scale), 0, gemm),
-        Case("bwd", bodies, (x, w, scale, row), 0, 2 * gemm, before=lambda x, w, scale, row: made(row)),
-    ]
-
-
-def copy(i: Inputs) -> list[Case]:
-    """The ceiling of what moves bytes: one elementwise pass over the queries."""
-    x = i.per_token(i.heads, i.nope + i.rope)
-    return [Case("fwd", {"xla": lambda x: -x}, (x,), 2 * _size(x), 0, lambda x: -x.astype(jnp.float32))]
-
-
-def gemm(i: Inputs) -> list[Case]:
-    """The ceiling of what multiplies: the Q up-projection alone."""
-    rank, width = i.config.q_lora_rank, i.heads * (i.nope + i.rope)
-    x, w = i.draw(i.batch * i.tokens, rank), i.draw(rank, width) * rank**-0.5
-    wide = lambda x, w: jnp.dot(x.astype(jnp.float32), w.astype(jnp.float32))  # noqa: E731
-    flops = 2 * i.batch * i.tokens * rank * width
-    return [Case("fwd", {"xla": jnp.dot}, (x, w), 0, flops, wide)]
-
-
-OPS = {f.__name__: f for f in (rope_q, rope_kv, rms_norm_mxfp8, rope_mxfp8, dequantize, q_up, q_up_mxfp8, copy, gemm)}
-
-
-def error(found, wanted) -> float:
-    """The worst over all arrays: of bytes the share that differ, of floats the largest error over the largest entry."""
-    return max(float(_error(f, w)) for f, w in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True))
-
-
-@jax.jit
-def _error(found, wanted):
-    if found.dtype == jnp.uint8:
-        return jnp.mean((found != wanted).astype(jnp.float32))
-    found, wanted = found.astype(jnp.float32), wanted.astype(jnp.float32)
-    return jnp.max(jnp.abs(found - wanted)) / jnp.maximum(jnp.max(jnp.abs(wanted)), 1e-30)
+_AROUND = (copy, gemm, rope_q, rope_kv, rms_norm_mxfp8, rope_mxfp8, dequantize)
+_PRODUCTS = (projections.q_up, projections.q_up_mxfp8, projections.kv_up, projections.kv_up_mxfp8)
+_ATTENTIONS = (attentions.attention, attentions.attention_mxfp8, attentions.attention_packed)
+OPS = {f.__name__: f for f in (*_AROUND, *_PRODUCTS, *_ATTENTIONS)}

@@ -1,4 +1,6 @@
-"""The layer as JAX users write it: what ours is measured against. It shares no code with the library."""
+"""The layer and its ops as JAX users write them: what ours is measured against. It shares no code with the library."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -39,51 +41,186 @@ def jnp_usual_layer(params, x, config):
     return jnp.einsum("bthv,hvm->btm", o, weight("wo"))
 
 
-# --- Ops, as they are written by hand -------------------------------------------------------------------------------
+# --- Ops. "usual": as they are written by hand; "best": the fastest jnp we can write ---------------------------------
+
+f32 = jnp.float32
 
 
-def _turn(first, second, cos, sin, dtype):
+def _turn(first, second, cos, sin):
     cos, sin = cos[:, None], sin[:, None]  # [T, 1, P/2], the same for every head
-    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(dtype)
+    first, second = first.astype(f32), second.astype(f32)
+    return first * cos - second * sin, second * cos + first * sin
 
 
 def rope_usual(x, cos, sin, nope):
-    """Rotary pairs by strided slices, as most people write it. x [B, T, H, D]."""
-    rotary = x[..., nope:]
-    return jnp.concatenate([x[..., :nope], _turn(rotary[..., 0::2], rotary[..., 1::2], cos, sin, x.dtype)], axis=-1)
+    """Rotary pairs by strided slices, as most people write it; the result has halves. x [B, T, H, D]."""
+    turned = _turn(x[..., nope::2], x[..., nope + 1 :: 2], cos, sin)
+    return jnp.concatenate([x[..., :nope], jnp.concatenate(turned, axis=-1).astype(x.dtype)], axis=-1)
 
 
-def rope_best(x, cos, sin, nope):
-    """The same on rotary dims that lie as halves: nothing strided."""
-    first, second = jnp.split(x[..., nope:], 2, axis=-1)
-    return jnp.concatenate([x[..., :nope], _turn(first, second, cos, sin, x.dtype)], axis=-1)
+def rope_halves_usual(x, cos, sin, nope):
+    """Halves, as Hugging Face writes it: x cos + rotate_half(x) sin."""
+    cos, sin = (jnp.concatenate([t, t], axis=-1)[:, None] for t in (cos, sin))
+    rotary = x[..., nope:].astype(f32)
+    first, second = jnp.split(rotary, 2, axis=-1)
+    turned = rotary * cos + jnp.concatenate([-second, first], axis=-1) * sin
+    return jnp.concatenate([x[..., :nope], turned.astype(x.dtype)], axis=-1)
+
+
+def _rotary(x, cos, sin, read, write):
+    """Every dim of x [..., P], in float32."""
+    half = x.shape[-1] // 2
+    if read == "halves":
+        first, second = x[..., :half], x[..., half:]
+    else:
+        pairs = x.reshape(*x.shape[:-1], half, 2)
+        first, second = pairs[..., 0], pairs[..., 1]
+    turned = _turn(first, second, cos, sin)
+    return jnp.concatenate(turned, -1) if write == "halves" else jnp.stack(turned, -1).reshape(x.shape)
+
+
+def rope_reshaped(x, cos, sin, nope):
+    """Pairs by a reshape, nothing strided; for a result that is read on at once, in the same program."""
+    return jnp.concatenate([x[..., :nope], _rotary(x[..., nope:], cos, sin, "pairs", "halves").astype(x.dtype)], -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def rope_best(x, cos, sin, nope, read="pairs", write="halves"):
+    """The rotary dims alone, put back in place where x's buffer is free; backward the same with -sin. The barrier keeps
+    XLA from fusing the rotation into the update, which could then not be in place."""
+    turned = jax.lax.optimization_barrier(_rotary(x[..., nope:], cos, sin, read, write).astype(x.dtype))
+    return jax.lax.dynamic_update_slice_in_dim(x, turned, nope, axis=-1)
+
+
+def _rope_best_fwd(x, cos, sin, nope, read, write):
+    return rope_best(x, cos, sin, nope, read, write), (cos, sin)
+
+
+def _rope_best_bwd(nope, read, write, tables, dy):
+    cos, sin = tables
+    return rope_best(dy, cos, -sin, nope, write, read), None, None
+
+
+rope_best.defvjp(_rope_best_fwd, _rope_best_bwd)
 
 
 def split_usual(kv, k_pe, cos, sin, nope):
+    """k and v of kv [B, T, H, N + V] and the shared k_pe [B, T, P]."""
     shared = rope_usual(k_pe[:, :, None], cos, sin, 0)
     shared = jnp.broadcast_to(shared, (*kv.shape[:-1], k_pe.shape[-1]))
     return jnp.concatenate([kv[..., :nope], shared], axis=-1), kv[..., nope:]
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def split_best(kv, k_pe, cos, sin, nope):
+    """The shared key is rotated once, not once a head; backward it is summed in float32 and then rotated."""
+    shared = jax.lax.optimization_barrier(_rotary(k_pe[:, :, None], cos, sin, "pairs", "halves").astype(kv.dtype))
+    shared = jnp.broadcast_to(shared, (*kv.shape[:-1], k_pe.shape[-1]))
+    return jnp.concatenate([kv[..., :nope], shared], axis=-1), kv[..., nope:]
+
+
+def _split_best_fwd(kv, k_pe, cos, sin, nope):
+    return split_best(kv, k_pe, cos, sin, nope), (cos, sin, k_pe[..., :0])
+
+
+def _split_best_bwd(nope, saved, cotangents):
+    cos, sin, like = saved
+    dk, dv = cotangents
+    summed = jnp.sum(dk[..., nope:].astype(f32), axis=2, keepdims=True)
+    dk_pe = _rotary(summed, cos, -sin, "halves", "pairs")[:, :, 0].astype(like.dtype)
+    return jnp.concatenate([dk[..., :nope], dv], axis=-1), dk_pe, None, None
+
+
+split_best.defvjp(_split_best_fwd, _split_best_bwd)
+
+
 def norm_usual(x, scale, eps):
     """RMSNorm in float32, left in it."""
-    wide = x.astype(jnp.float32)
+    wide = x.astype(f32)
     return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps) * scale
 
 
+# --- MXFP8: codes and scales, uint8, in blocks of 32 along each of some axes ------------------------------------------
+
+
+def _blocks(x, axis):
+    """x with an axis of 32 behind `axis`, and that axis's index."""
+    axis %= x.ndim
+    return x.reshape(*x.shape[:axis], x.shape[axis] // 32, 32, *x.shape[axis + 1 :]), axis + 1
+
+
 def quantize_usual(x, *axes):
-    """Codes and scales, uint8, in blocks of 32 along each axis, by log2 and exp2 (which are not exact)."""
+    """By log2 and exp2 (which are not exact)."""
     results = ()
     for axis in axes:
-        axis %= x.ndim
-        blocks = x.reshape(*x.shape[:axis], x.shape[axis] // 32, 32, *x.shape[axis + 1 :])
-        amax = jnp.max(jnp.abs(blocks), axis=axis + 1, keepdims=True)
+        blocks, inner = _blocks(x.astype(f32), axis)
+        amax = jnp.max(jnp.abs(blocks), axis=inner, keepdims=True)
         exponent = jnp.clip(jnp.ceil(jnp.log2(amax / 448.0)), -127, 127)
         codes = jnp.clip(blocks * jnp.exp2(-exponent), -448, 448).astype(jnp.float8_e4m3fn).reshape(x.shape)
-        scales = (exponent + 127).astype(jnp.uint8).squeeze(axis + 1)
+        scales = (exponent + 127).astype(jnp.uint8).squeeze(inner)
         results += (jax.lax.bitcast_convert_type(codes, jnp.uint8), scales)
     return results
+
+
+def quantize_best(x, *axes):
+    """By bits: the exponent is amax's own less 448's, 2^-e a float32 without a mantissa. (Finite, normal x only.)"""
+    results = ()
+    for axis in axes:
+        blocks, inner = _blocks(x.astype(f32), axis)
+        amax = jnp.max(jnp.abs(blocks), axis=inner, keepdims=True)
+        bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
+        scales = jnp.maximum((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000), 0)  # 448 is 1.75 * 2^8
+        factor = jax.lax.bitcast_convert_type((254 - scales) << 23, f32)
+        codes = jax.lax.bitcast_convert_type((blocks * factor).astype(jnp.float8_e4m3fn), jnp.uint8)
+        results += (codes.reshape(x.shape), scales.astype(jnp.uint8).squeeze(inner))
+    return results
+
+
+def dequantize_usual(codes, scales, axis, dtype):
+    factor = jnp.repeat(jnp.exp2(scales.astype(f32) - 127), 32, axis=axis)
+    return (_values(codes) * factor).astype(dtype)
+
+
+def dequantize_best(codes, scales, axis, dtype):
+    """The scale is float32's exponent as it stands. (Normal values only.)"""
+    blocks, inner = _blocks(_values(codes), axis)
+    factor = jax.lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, f32)
+    return (blocks * jnp.expand_dims(factor, inner)).astype(dtype).reshape(codes.shape)
+
+
+def _values(codes):
+    return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(f32)
+
+
+QUANTIZE = {"jnp_usual": quantize_usual, "jnp_best": quantize_best}
+DEQUANTIZE = {"jnp_usual": dequantize_usual, "jnp_best": dequantize_best}
+
+
+def _mxfp8_product(quantize, dequantize):
+    """x [B, T, R] . w [R, H, D] in float32, straight through, where every GEMM of both passes multiplies what is left
+    of its operands in MXFP8, blocks along what is contracted, in w's dtype."""
+
+    def product(equation, dtype, *operands):
+        rounded = (dequantize(*quantize(x, axis), axis, dtype) for x, axis in operands)
+        return jnp.einsum(equation, *rounded, preferred_element_type=f32)
+
+    @jax.custom_vjp
+    def multiply(x, w):
+        return product("btr,rhd->bthd", w.dtype, (x, -1), (w, 0))
+
+    def backward(saved, dy):
+        x, w = saved
+        dx = product("bthd,rhd->btr", w.dtype, (dy, -1), (w, -1))
+        return dx.astype(x.dtype), product("btr,bthd->rhd", w.dtype, (x, 1), (dy, 1)).astype(w.dtype)
+
+    multiply.defvjp(lambda x, w: (multiply(x, w), (x, w)), backward)
+    return multiply
+
+
+_MULTIPLY = {name: _mxfp8_product(QUANTIZE[name], DEQUANTIZE[name]) for name in QUANTIZE}
+
+
+# --- Up-projections of a latent x [B, T, R] and a norm's scale; under MXFP8 in float32, for codes to be made of -------
 
 
 def q_up_usual(x, w, scale, cos, sin, nope):
@@ -96,4 +233,63 @@ def q_up_best(x, w, scale, cos, sin, nope):
     kept, rotary = w[..., :nope], w[..., nope:]
     w = jnp.concatenate([kept, rotary[..., 0::2], rotary[..., 1::2]], axis=-1)
     normalised = norm_usual(x, scale, 1e-6).astype(x.dtype)
-    return rope_best(jnp.einsum("btr,rhd->bthd", normalised, w), cos, sin, nope)
+    return rope_best(jnp.einsum("btr,rhd->bthd", normalised, w), cos, sin, nope, "halves")
+
+
+def q_up_mxfp8_usual(x, w, scale, cos, sin, nope):
+    return rope_usual(_MULTIPLY["jnp_usual"](norm_usual(x, scale, 1e-6), w), cos, sin, nope)
+
+
+def q_up_mxfp8_best(x, w, scale, cos, sin, nope):
+    return rope_best(_MULTIPLY["jnp_best"](norm_usual(x, scale, 1e-6), w), cos, sin, nope)
+
+
+def kv_up_usual(x, w, scale, k_pe, cos, sin, nope):
+    normalised = norm_usual(x, scale, 1e-6).astype(x.dtype)
+    return split_usual(jnp.einsum("btr,rhd->bthd", normalised, w), k_pe, cos, sin, nope)
+
+
+def kv_up_best(x, w, scale, k_pe, cos, sin, nope):
+    normalised = norm_usual(x, scale, 1e-6).astype(x.dtype)
+    return split_best(jnp.einsum("btr,rhd->bthd", normalised, w), k_pe, cos, sin, nope)
+
+
+def kv_up_mxfp8_usual(x, w, scale, k_pe, cos, sin, nope):
+    return split_usual(_MULTIPLY["jnp_usual"](norm_usual(x, scale, 1e-6), w), k_pe.astype(f32), cos, sin, nope)
+
+
+def kv_up_mxfp8_best(x, w, scale, k_pe, cos, sin, nope):
+    return split_best(_MULTIPLY["jnp_best"](norm_usual(x, scale, 1e-6), w), k_pe.astype(f32), cos, sin, nope)
+
+
+# --- Attention --------------------------------------------------------------------------------------------------------
+
+
+def attention(q, k, v, ids=None, implementation="xla"):
+    """Causal, within ids [B, T] if there are any; v padded to the width of q and k, which `jax.nn` wants alike."""
+    width = v.shape[-1]
+    v = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - width)])
+    mask = None if ids is None else ids[:, None, :, None] == ids[:, None, None, :]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)[..., :width]
+
+
+def packed_ids(boundaries, length):
+    """Which sequence each token is of, [B, T], from boundaries [B, n + 1]."""
+    return jnp.sum(boundaries[:, None, :] <= jnp.arange(length)[:, None], axis=-1)
+
+
+def attention_exact(q, k, v, ids=None):
+    """The reference: softmax over the whole matrix, a head at a time, so that one head's logits are all there is."""
+    length, scale = q.shape[1], q.shape[-1] ** -0.5
+    visible = jnp.tril(jnp.ones((length, length), bool))
+    if ids is not None:
+        visible = visible & (ids[:, :, None] == ids[:, None, :])
+
+    @jax.checkpoint
+    def head(arrays):
+        q, k, v = (x.astype(f32) for x in arrays)
+        logits = jnp.where(visible, jnp.einsum("btd,bsd->bts", q, k) * scale, -jnp.inf)
+        return jnp.einsum("bts,bsv->btv", jax.nn.softmax(logits, axis=-1), v)
+
+    heads_first = tuple(jnp.moveaxis(x, 2, 0) for x in (q, k, v))
+    return jnp.moveaxis(jax.lax.map(head, heads_first), 0, 2)

@@ -1,28 +1,154 @@
 """The benchmark command: it runs, checks what it times, and writes the JSON it documents."""
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import timing
+from benchmarks import cases, ops, timing
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = {"op", "pass", "implementation", "preset", "tokens", "ms", "spread", "tflops", "gbps", "error", "peak_bytes"}
+MORE = {"variant", "ceiling", "fraction"}
+
+
+def rows_of(path, *arguments):
+    benchmarks.main([*arguments, "--preset", "small-cpu", "--repeats", "2", "--json", str(path)])
+    report = json.loads(path.read_text())
+    assert set(report) == {"device", "versions", "command", "date", "rows"}
+    for row in report["rows"]:
+        assert set(row) == KEYS | MORE and row["peak_bytes"] >= 0
+        assert row["pass"] in ("fwd", "bwd", "fwd_bwd")
+    return report
 
 
 def test_layer_rows(tmp_path, capsys):
-    path = tmp_path / "layer.json"
-    benchmarks.main(["layer", "--preset", "small-cpu", "--tokens", "96", "--repeats", "2", "--json", str(path)])
-    report = json.loads(path.read_text())
-    assert set(report) == {"device", "versions", "command", "date", "rows"}
-    assert report["command"].startswith("python -m benchmarks layer --preset small-cpu")
+    report = rows_of(tmp_path / "layer.json", "layer", "--tokens", "96")
+    assert report["command"].startswith("python -m benchmarks layer --tokens 96 --preset small-cpu")
     seen = {(row["op"], row["pass"], row["implementation"]) for row in report["rows"]}
     assert seen == {("layer", p, i) for p in ("fwd", "fwd_bwd") for i in ("xla", "jnp_usual")}
-    for row in report["rows"]:
-        assert set(row) == KEYS and row["ms"] > 0 and row["error"] < 1e-4 and row["peak_bytes"] > 0
+    assert all(row["ms"] > 0 and row["error"] < 1e-4 and row["fraction"] is None for row in report["rows"])
+    assert {"jax", "jaxlib", "numpy", "python", "jax_mla"} <= set(report["versions"])
     assert "fwd_bwd" in capsys.readouterr().out
+
+
+def test_op_rows_and_their_ceilings(tmp_path):
+    """The ceilings are measured first, wherever they are named."""
+    rows = rows_of(tmp_path / "ops.json", "dequantize", "kv_up", "gemm", "copy", "--tokens", "32")["rows"]
+    assert [row["op"] for row in rows[:2]] == ["copy", "gemm"]
+    assert {row["variant"] for row in rows if row["op"] == "dequantize"} == {"rowwise", "columnwise"}
+    assert {row["pass"] for row in rows if row["op"] == "kv_up"} == {"fwd", "bwd"}
+    for row in rows:
+        assert row["error"] < 1e-4, row
+        assert row["ceiling"] == "copy" or row["op"] in ("gemm", "kv_up")
+        rate = {"copy": "gbps", "gemm": "tflops"}[row["ceiling"]]
+        (ceiling,) = (r for r in rows if r["op"] == row["ceiling"])
+        assert np.isclose(row["fraction"], row[rate] / ceiling[rate])
+
+
+@pytest.mark.parametrize("op", sorted(ops.OPS))
+def test_every_op_has_peers_and_a_reference_of_its_form(op):
+    """Traced at odd dims, in bfloat16: candidates give what the reference gives."""
+    preset = benchmarks.Preset(benchmarks.PRESETS["small-cpu"].config, 2, 64, "bfloat16")
+
+    def shapes(function, args):
+        return [a.shape for a in jax.tree.leaves(jax.eval_shape(function, *args))]
+
+    def trace():
+        for case in ops.OPS[op](cases.Inputs(preset, 64, 0)):
+            if op not in benchmarks.CEILINGS:
+                wanted = {"xla", "jnp_usual"} if op.startswith("attention") else {"xla", "jnp_usual", "jnp_best"}
+                assert set(case.candidates) == wanted
+            assert case.bytes or case.flops
+            form = shapes(case.reference, case.args)
+            assert all(shapes(function, case.args) == form for function in case.candidates.values())
+
+    jax.eval_shape(trace)
+
+
+@pytest.mark.parametrize("op, at", [("q_up_mxfp8", 1), ("attention_mxfp8", 1), ("attention_packed", 1)])
+def test_candidates_agree_with_the_reference(op, at):
+    """Passes that no command here runs, in one program each."""
+    case = ops.OPS[op](cases.Inputs(benchmarks.PRESETS["small-cpu"], 32, 0))[at]
+
+    @jax.jit
+    def everything(*args):
+        return case.reference(*args), {name: function(*args) for name, function in case.candidates.items()}
+
+    wanted, found = everything(*case.args)
+    for name, results in found.items():
+        assert cases.error(results, wanted) < 1e-5, name
+
+
+def wave(x, y):
+    return jnp.sin(x) + y, jnp.cos(x) @ y
+
+
+def counts(text):
+    return [len(re.findall(rf" {op}\(", text)) for op in ("sine", "cosine", "dot")]
+
+
+def test_a_program_holds_the_op_as_often_as_it_says():
+    """Neither merged nor dropped, not in part either. The control: with one input for all turns, or results that only
+    barriers read, it is less."""
+    sets = [(jnp.full((8, 8), float(i)), jnp.ones((8, 8))) for i in range(5)]
+
+    def compiled(function, *args):
+        return counts(jax.jit(function).lower(*args).compile().as_text())
+
+    def last(*sets):
+        return timing.repeated(wave)(*sets)[-1]
+
+    assert compiled(timing.repeated(wave), *sets) == [5, 5, 5]
+    assert sum(compiled(last, *sets)) < 15
+    assert sum(compiled(lambda args: timing.repeated(wave)(*[args] * 5), sets[0])) < 15
+    assert compiled(timing.chained(lambda x: jnp.sin(x) + 1, 5), sets[0][0])[0] == 5
+    found = timing.repeated(wave)(*sets)
+    for results, args in zip(found, sets, strict=True):
+        for a, b in zip(results, wave(*args), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.gpu
+def test_a_gpus_program_holds_the_op_as_often_too():
+    sets = [(jnp.full((8, 8), float(i)), jnp.ones((8, 8))) for i in range(5)]
+    assert counts(jax.jit(timing.repeated(wave)).lower(*sets).compile().as_text())[:2] == [5, 5]
+    chain = jax.jit(timing.chained(lambda x: jnp.sin(x) + 1, 5), donate_argnums=0)
+    assert counts(chain.lower(jnp.ones((8, 8))).compile().as_text())[0] == 5
+
+
+@pytest.mark.parametrize("op, taken_off", [("rope_q", False), ("q_up", True)])
+def test_programs_that_repeat_give_the_same_rows(op, taken_off, monkeypatch):
+    """A GPU's way of timing, on a CPU: an op in place, which is chained, and one whose producer is taken off."""
+    timed = {}
+    side_by_side = timing.side_by_side
+    monkeypatch.setattr(timing, "repeats_in_program", lambda: True)
+    monkeypatch.setattr(timing, "plan", lambda ms, turn_bytes: (3, 2))
+    monkeypatch.setattr(timing, "side_by_side", lambda found, n: timed.update(found) or side_by_side(found, n))
+    case = ops.OPS[op](cases.Inputs(benchmarks.PRESETS["small-cpu"], 32, 0))[-1]
+    case = dataclasses.replace(case, candidates={"xla": case.candidates["xla"]})
+    rows = benchmarks._case_rows(op, case, 2)
+    assert [row["implementation"] for row in rows] == ["xla"] and rows[0]["error"] < 1e-4
+    assert ("producer" in timed) == taken_off and case.donate != taken_off
+    assert all(t.count == 3 and t.calls == 2 for t in timed.values())
+
+
+def test_how_often_a_program_holds_an_op():
+    assert timing.plan(1e-3, 1) == (20, 20)  # never more
+    assert timing.plan(0.3, 100) == (7, 5)
+    assert timing.plan(0.3, int(4e9)) == (3, 12)  # by memory
+    assert timing.plan(50.0, int(1e12)) == (1, 1)
+
+
+def test_a_sample_is_shared_by_all_that_it_ran():
+    clock = timing.side_by_side({"x": timing.Timed(lambda: timing.time.sleep(0.01), count=5, calls=2)}, 1)
+    assert 2 <= clock["x"][0] < 9
 
 
 def test_the_recorded_command_names_no_place():
@@ -35,6 +161,30 @@ def test_the_recorded_command_names_no_place():
 
 def test_a_wrong_result_shows_as_wrong():
     assert timing.worst_error([1.0, 2.0], [1.0, 1.0]) == 1.0
+    x = jnp.arange(4.0)
+    candidates = {"xla": jnp.negative, "triton": jnp.abs}
+    rows = benchmarks._case_rows("copy", cases.Case("fwd", candidates, (x,), jnp.negative), 1)
+    assert {row["implementation"]: row["error"] for row in rows} == {"xla": 0.0, "triton": 2.0}
+    codes = jnp.array([1, 2, 3, 4], jnp.uint8)
+    assert cases.error((x, codes), (x, codes.at[0].set(9))) == 0.25
+
+
+def test_what_cannot_run_is_left_out_and_said(capsys):
+    def refuse(error):
+        def run(x):
+            raise error
+
+        return run
+
+    def rows(**candidates):
+        case = cases.Case("fwd", {"xla": jnp.negative, **candidates}, (jnp.ones(3),), jnp.negative)
+        return [row["implementation"] for row in benchmarks._case_rows("copy", case, 1)]
+
+    assert rows(jnp_best=refuse(ValueError("too wide")), mosaic=refuse(NotImplementedError("no such dim"))) == ["xla"]
+    told = capsys.readouterr().err
+    assert "jnp_best: ValueError: too wide" in told and "mosaic: NotImplementedError: no such dim" in told
+    with pytest.raises(ValueError, match="a bug"):
+        rows(triton=refuse(ValueError("a bug")))
 
 
 def test_unknown_ops_and_presets(capsys):

@@ -1,0 +1,106 @@
+"""The up-projections with their norms and rotations: forward, and backward alone."""
+
+import jax
+import jax.numpy as jnp
+
+import jax_mla
+from benchmarks import peers
+from benchmarks.cases import Case, Inputs, codes, moved, names, pull, wide
+from benchmarks.timing import size
+from jax_mla import MXFP8Tensor
+
+
+def q_up(i: Inputs) -> list[Case]:
+    return _q_up(i, None, {"jnp_usual": peers.q_up_usual, "jnp_best": peers.q_up_best})
+
+
+def q_up_mxfp8(i: Inputs) -> list[Case]:
+    """Codes both ways forward; backward straight through, with every GEMM's operands rounded to MXFP8."""
+    return _q_up(i, "mxfp8", {"jnp_usual": peers.q_up_mxfp8_usual, "jnp_best": peers.q_up_mxfp8_best})
+
+
+def _q_up(i: Inputs, recipe, by_hand) -> list[Case]:
+    """The cotangent is made in the program: its buffer is the backward pass's to reuse."""
+    rank, width = i.config.q_lora_rank, i.nope + i.rope
+    args = i.per_token(rank), i.draw(rank, i.heads, width) * rank**-0.5, 1 + 0.1 * i.draw(rank)
+    row = i.draw(1, 1, i.heads, width)
+    gemm = 2 * i.batch * i.tokens * rank * i.heads * width
+
+    def ours(name):
+        def run(x, w, scale):
+            options = dict(nope_dim=i.nope, norm_scale=scale, recipe=recipe, out=recipe, implementation=name)
+            return jax_mla.q_up_proj_rope(x, w, i.cos, i.sin, **options)
+
+        return run
+
+    def peer(function):
+        return lambda x, w, scale: function(x, w, scale, i.cos, i.sin, i.nope)
+
+    def made(row):
+        steps = jnp.cos(jnp.arange(i.tokens, dtype=jnp.float32))[None, :, None, None]
+        dq = row.astype(i.dtype) * steps.astype(i.dtype)
+        return jax.lax.optimization_barrier(jnp.broadcast_to(dq, (i.batch, i.tokens, i.heads, width)))
+
+    def backward(function):
+        return lambda x, w, scale, row: pull(function, (x, w, scale), made(row))
+
+    functions = {name: ours(name) for name in names("q_up_proj_rope")}
+    functions |= {name: peer(function) for name, function in by_hand.items()}
+    forward = {name: _forward(name, function, recipe) for name, function in functions.items()}
+    pulled = {name: backward(function) for name, function in functions.items()}
+    best = forward["jnp_best"]
+    fwd = Case("fwd", forward, args, wide(best), bytes=moved(best, *args), flops=gemm)
+    best, args = pulled["jnp_best"], (*args, row)
+    touched = moved(best, *args) + size(jax.eval_shape(made, row))
+    before = lambda x, w, scale, row: made(row)  # noqa: E731
+    return [fwd, Case("bwd", pulled, args, wide(best), bytes=touched, flops=2 * gemm, before=before)]
+
+
+def kv_up(i: Inputs) -> list[Case]:
+    return _kv_up(i, None, {"jnp_usual": peers.kv_up_usual, "jnp_best": peers.kv_up_best})
+
+
+def kv_up_mxfp8(i: Inputs) -> list[Case]:
+    """As `q_up_mxfp8`."""
+    return _kv_up(i, "mxfp8", {"jnp_usual": peers.kv_up_mxfp8_usual, "jnp_best": peers.kv_up_mxfp8_best})
+
+
+def _kv_up(i: Inputs, recipe, by_hand) -> list[Case]:
+    rank, width = i.config.kv_lora_rank, i.nope + i.value
+    x, w, scale = i.per_token(rank), i.draw(rank, i.heads, width) * rank**-0.5, 1 + 0.1 * i.draw(rank)
+    args = x, w, scale, i.per_token(i.rope)
+    cotangents = i.per_token(i.heads, i.nope + i.rope), i.per_token(i.heads, i.value)
+    gemm = 2 * i.batch * i.tokens * rank * i.heads * width
+
+    def ours(name):
+        def run(x, w, scale, k_pe):
+            options = dict(nope_dim=i.nope, norm_scale=scale, recipe=recipe, out=recipe, implementation=name)
+            return jax_mla.kv_up_proj_rope(x, w, k_pe, i.cos, i.sin, **options)
+
+        return run
+
+    def peer(function):
+        return lambda *args: function(*args, i.cos, i.sin, i.nope)
+
+    def backward(function):
+        return lambda x, w, scale, k_pe, *cotangents: pull(function, (x, w, scale, k_pe), cotangents)
+
+    functions = {name: ours(name) for name in names("kv_up_proj_rope")}
+    functions |= {name: peer(function) for name, function in by_hand.items()}
+    forward = {name: _forward(name, function, recipe) for name, function in functions.items()}
+    pulled = {name: backward(function) for name, function in functions.items()}
+    best = forward["jnp_best"]
+    fwd = Case("fwd", forward, args, wide(best), bytes=moved(best, *args), flops=gemm)
+    best, args = pulled["jnp_best"], (*args, *cotangents)
+    return [fwd, Case("bwd", pulled, args, wide(best), bytes=moved(best, *args), flops=2 * gemm)]
+
+
+def _forward(name: str, function, recipe):
+    """The pass whose results are compared: under "mxfp8" codes both ways, which peers make of what they return."""
+    if recipe is None:
+        return function
+
+    def encode(x):
+        return codes(x) if isinstance(x, MXFP8Tensor) else peers.QUANTIZE[name](x, -1, 1)
+
+    return lambda *args: jax.tree.map(encode, function(*args), is_leaf=lambda x: isinstance(x, MXFP8Tensor))
