@@ -2,7 +2,7 @@
 
 Arrays are 2D here: x [rows, columns], with row-wise blocks of 32 neighbours in a row and column-wise ones of 32 rows. A
 tensor [B, T, H, D] with token axis -3 is [B T, H D]: blocks along D are blocks in a row, blocks along T blocks of rows.
-Tiles are [32 rows, groups, 32 columns], so that both kinds of block are reductions along an axis.
+Tiles are [32 rows, columns]: 2D, so that a warp's accesses run along rows whatever order Triton gives equal axes.
 
 The arithmetic is jax_mla/mxfp8_bits.py's, bit for bit: exponents from bits, NaN blocks 255 / 0x7F, infinity 254.
 """
@@ -10,7 +10,8 @@ The arithmetic is jax_mla/mxfp8_bits.py's, bit for bit: exponents from bits, NaN
 import triton
 import triton.language as tl
 
-from .launch import Launch, cdiv
+from .blocks import HOPPER, blocks
+from .launch import Launch, cdiv, power_of_two
 
 BLOCK = 32
 
@@ -24,20 +25,17 @@ def magnitude(x):
 @triton.jit
 def scale_of(amax, UP: tl.constexpr):
     """The E8M0 code of a block, int32, from the largest `magnitude` in it."""
-    code = (amax >> 23) - 8  # 448 is 1.75 * 2^8
-    if UP:
-        code += ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)
-    code = tl.minimum(tl.maximum(code, 0), 254)
-    code = tl.where(amax == 0x7F800000, 254, code)
-    return tl.where(amax > 0x7F800000, 255, code)
+    # 448 is 1.75 * 2^8: a mantissa above 0x600000, that of 1.75, carries into the exponent.
+    code = tl.maximum(((amax + (0x1FFFFF if UP else 0)) >> 23) - 8, 0)
+    return tl.where(amax >= 0x7F800000, tl.where(amax > 0x7F800000, 255, 254), code)
 
 
 @triton.jit
 def encode(x, scale):
     """The E4M3 code, uint8, of float32 x over 2^(scale - 127)."""
-    # 2^(127 - scale); of 254, which is subnormal, by its bits; of 255 NaN, and the cast makes 0x7F of every NaN.
-    inverse = tl.where(scale == 254, 0x00400000, (254 - scale) << 23)
-    inverse = tl.where(scale == 255, 0x7FC00000, inverse).to(tl.float32, bitcast=True)
+    # 2^(127 - scale) by its exponent. One bit more makes it subnormal 2^-127 of 254, and NaN of 255.
+    inverse = (254 - scale) << 23
+    inverse = tl.where(scale >= 254, inverse | 0x00400000, inverse).to(tl.float32, bitcast=True)
     return (x * inverse).to(tl.float8e4nv).to(tl.uint8, bitcast=True)  # to nearest even, saturating
 
 
@@ -52,20 +50,37 @@ def decode(code, scale):
 
 
 @triton.jit
-def tile(ROWS: tl.constexpr, COLUMNS: tl.constexpr, BT: tl.constexpr, G: tl.constexpr):
-    """A program's block of BT rows, its rows, its groups of columns, offsets [BT, G, 32] into [ROWS, COLUMNS], masks
-    of the tile, its row-wise and its column-wise scales.
+def largest(bits, W: tl.constexpr):
+    """[rows, columns] -> [rows, columns / W]: the largest of every W neighbours in a row."""
+    return tl.max(tl.reshape(bits, (bits.shape[0], bits.shape[1] // W, W)), axis=2)
+
+
+@triton.jit
+def spread(values, W: tl.constexpr):
+    """The inverse: every value W times."""
+    wide = tl.broadcast_to(values[:, :, None], (values.shape[0], values.shape[1], W))
+    return tl.reshape(wide, (values.shape[0], values.shape[1] * W))
+
+
+@triton.jit
+def pieces(i, W: tl.constexpr):
+    """i itself, so spelled that Triton gives a thread W neighbours at most. Accesses are as wide as the widest of those
+    that meet in a tile: 16 bytes of codes would be 32 of bfloat16, and neighbours in a warp would leave gaps of 16."""
+    return i // W * W + i % W
+
+
+@triton.jit
+def tile(program, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, BITS: tl.constexpr):
+    """A program's block of 32 rows, its rows, columns and groups of 32 columns, and offsets [32, BC] into the array,
+    for loads of BITS each.
 
     Programs go along the columns first: neighbours in time read neighbours in memory."""
-    ACROSS: tl.constexpr = (COLUMNS // 32 + G - 1) // G
-    block = tl.program_id(0).to(tl.int64) // ACROSS
-    row = block * BT + tl.arange(0, BT)
-    group = tl.program_id(0).to(tl.int64) % ACROSS * G + tl.arange(0, G)
-    offsets = row[:, None, None] * COLUMNS + (group[None, :, None] * 32 + tl.arange(0, 32)[None, None, :])
-    inside = group < COLUMNS // 32
-    mask = tl.broadcast_to((row < ROWS)[:, None, None] & inside[None, :, None], (BT, G, 32))
-    row_mask = (row < ROWS)[:, None] & inside[None, :]
-    return block, row, group, offsets, mask, row_mask, tl.broadcast_to(inside[:, None], (G, 32))
+    ACROSS: tl.constexpr = (COLUMNS + BC - 1) // BC
+    block = program.to(tl.int64) // ACROSS
+    row = block * 32 + tl.arange(0, 32)
+    part = program % ACROSS
+    column, group = part * BC + pieces(tl.arange(0, BC), 128 // BITS), part * (BC // 32) + tl.arange(0, BC // 32)
+    return block, row, column, group, row[:, None] * COLUMNS + column[None, :]
 
 
 # WHOLE, of these two: no tile sticks out of the array, and no mask is asked (masks cost more than the arithmetic).
@@ -89,65 +104,107 @@ def store(pointers, values, mask, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def store_rows(x, row, group, offsets, mask, row_mask, codes, scales, COLUMNS: tl.constexpr, UP: tl.constexpr,
-               WHOLE: tl.constexpr):  # fmt: skip
-    """Row-wise codes and scales of a tile [BT, G, 32]."""
-    scale = scale_of(tl.max(magnitude(x), axis=2), UP)
-    store(codes + offsets, encode(x, scale[:, :, None]), mask, WHOLE)
-    at = row[:, None] * (COLUMNS // 32) + group[None, :]
-    store(scales + at, scale.to(tl.uint8), row_mask, WHOLE)
+def inside(row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
 
 
 @triton.jit
-def store_columns(x, block, group, offsets, mask, column_mask, codes, scales, COLUMNS: tl.constexpr, UP: tl.constexpr,
-               WHOLE: tl.constexpr):  # fmt: skip
-    """Column-wise codes and scales of a tile [32, G, 32] of whole blocks; `block` counts 32 rows."""
+def store_tiled(scales, scale, matrix, r, c, mask, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Scales (r, c) of matrices [ROWS, BLOCKS] in tiles of 128 by 4, and the zeros that pad the last tiles."""
+    DOWN: tl.constexpr = (ROWS + 127) // 128
+    ACROSS: tl.constexpr = (BLOCKS + 3) // 4
+    for i in tl.static_range(4 * DOWN - ROWS // 32 + 1):
+        for j in tl.static_range(4 * ACROSS - BLOCKS + 1):
+            at_r, at_c, value, wanted = r + 32 * i, c + j, scale, mask
+            if i > 0:  # the last 32 rows fill what is below them, the last block what is right of it
+                wanted = wanted & (r >= ROWS - 32) & (at_r < 128 * DOWN)
+            if j > 0:
+                wanted = wanted & (c == BLOCKS - 1)
+            if i + j > 0:
+                value = tl.zeros_like(scale)
+            at = (matrix * (DOWN * ACROSS) + at_r // 128 * ACROSS + at_c // 4) * 512
+            at += at_r % 32 * 16 + at_r % 128 // 32 * 4 + at_c % 4
+            tl.store(scales + at, value, mask=wanted)
+
+
+@triton.jit
+def store_rows(x, row, column, group, offsets, codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+               UP: tl.constexpr, WHOLE: tl.constexpr, T: tl.constexpr = 0, D: tl.constexpr = 0):  # fmt: skip
+    """Row-wise codes and scales of a tile; the scales tiled where T is not 0, as matrices [T, D / 32]."""
+    scale = scale_of(largest(magnitude(x), 32), UP)
+    store(codes + offsets, encode(x, spread(scale, 32)), inside(row, column, ROWS, COLUMNS), WHOLE)
+    mask = inside(row, group, ROWS, COLUMNS // 32)
+    if T:
+        matrix = (row // T * (COLUMNS // D))[:, None] + (group // (D // 32))[None, :]
+        r, c = (row % T)[:, None] + 0 * group[None, :], (group % (D // 32))[None, :] + 0 * row[:, None]
+        store_tiled(scales, scale.to(tl.uint8), matrix, r, c, mask, T, D // 32)
+    else:
+        at = row[:, None] * (COLUMNS // 32) + group[None, :]
+        store(scales + at, scale.to(tl.uint8), mask, WHOLE)
+
+
+@triton.jit
+def store_columns(x, block, row, column, offsets, codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                  UP: tl.constexpr, WHOLE: tl.constexpr, T: tl.constexpr = 0, D: tl.constexpr = 0):  # fmt: skip
+    """Column-wise codes and scales of a tile of 32 rows, the `block`-th; tiled scales as matrices [D, T / 32]."""
     scale = scale_of(tl.max(magnitude(x), axis=0), UP)
-    store(codes + offsets, encode(x, scale[None, :, :]), mask, WHOLE)
-    at = block * COLUMNS + group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    store(scales + at, scale.to(tl.uint8), column_mask, WHOLE)
+    store(codes + offsets, encode(x, scale[None, :]), inside(row, column, ROWS, COLUMNS), WHOLE)
+    if T:
+        matrix = block // (T // 32) * (COLUMNS // D) + column // D
+        c = block % (T // 32) + 0 * column
+        store_tiled(scales, scale.to(tl.uint8), matrix, column % D, c, column < COLUMNS, D, T // 32)
+    else:
+        store(scales + block * COLUMNS + column, scale.to(tl.uint8), column < COLUMNS, WHOLE)
 
 
 @triton.jit
-def quantize_rows(x, codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UP: tl.constexpr, BT: tl.constexpr,
-                  G: tl.constexpr):  # fmt: skip
-    WHOLE: tl.constexpr = (ROWS % BT == 0) & (COLUMNS // 32 % G == 0)
-    block, row, group, offsets, mask, row_mask, column_mask = tile(ROWS, COLUMNS, BT, G)
-    values = load(x + offsets, mask, WHOLE).to(tl.float32)
-    store_rows(values, row, group, offsets, mask, row_mask, codes, scales, COLUMNS, UP, WHOLE)
+def quantize_rows(x, codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UP: tl.constexpr, T: tl.constexpr,
+                  D: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    WHOLE: tl.constexpr = (ROWS % 32 == 0) & (COLUMNS % BC == 0)
+    block, row, column, group, offsets = tile(
+        tl.program_id(0), ROWS, COLUMNS, BC, x.dtype.element_ty.primitive_bitwidth
+    )
+    values = load(x + offsets, inside(row, column, ROWS, COLUMNS), WHOLE).to(tl.float32)
+    store_rows(values, row, column, group, offsets, codes, scales, ROWS, COLUMNS, UP, WHOLE, T, D)
 
 
 @triton.jit
-def quantize_columns(x, codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UP: tl.constexpr, G: tl.constexpr):
-    WHOLE: tl.constexpr = (ROWS % 32 == 0) & (COLUMNS // 32 % G == 0)
-    block, row, group, offsets, mask, row_mask, column_mask = tile(ROWS, COLUMNS, 32, G)
-    values = load(x + offsets, mask, WHOLE).to(tl.float32)
-    store_columns(values, block, group, offsets, mask, column_mask, codes, scales, COLUMNS, UP, WHOLE)
+def quantize_columns(x, codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UP: tl.constexpr, T: tl.constexpr,
+                     D: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    WHOLE: tl.constexpr = (ROWS % 32 == 0) & (COLUMNS % BC == 0)
+    block, row, column, group, offsets = tile(
+        tl.program_id(0), ROWS, COLUMNS, BC, x.dtype.element_ty.primitive_bitwidth
+    )
+    values = load(x + offsets, inside(row, column, ROWS, COLUMNS), WHOLE).to(tl.float32)
+    store_columns(values, block, row, column, offsets, codes, scales, ROWS, COLUMNS, UP, WHOLE, T, D)
 
 
 @triton.jit
 def quantize_both(x, row_codes, row_scales, column_codes, column_scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                  UP: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    WHOLE: tl.constexpr = (ROWS % 32 == 0) & (COLUMNS // 32 % G == 0)
-    block, row, group, offsets, mask, row_mask, column_mask = tile(ROWS, COLUMNS, 32, G)
-    values = load(x + offsets, mask, WHOLE).to(tl.float32)
-    store_rows(values, row, group, offsets, mask, row_mask, row_codes, row_scales, COLUMNS, UP, WHOLE)
-    store_columns(values, block, group, offsets, mask, column_mask, column_codes, column_scales, COLUMNS, UP, WHOLE)
+                  UP: tl.constexpr, T: tl.constexpr, D: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    WHOLE: tl.constexpr = (ROWS % 32 == 0) & (COLUMNS % BC == 0)
+    block, row, column, group, offsets = tile(
+        tl.program_id(0), ROWS, COLUMNS, BC, x.dtype.element_ty.primitive_bitwidth
+    )
+    values = load(x + offsets, inside(row, column, ROWS, COLUMNS), WHOLE).to(tl.float32)
+    store_rows(values, row, column, group, offsets, row_codes, row_scales, ROWS, COLUMNS, UP, WHOLE, T, D)
+    store_columns(values, block, row, column, offsets, column_codes, column_scales, ROWS, COLUMNS, UP, WHOLE, T, D)
 
 
 @triton.jit
 def dequantize_kernel(codes, scales, y, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_ROW: tl.constexpr,
-                      BT: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    WHOLE: tl.constexpr = (ROWS % BT == 0) & (COLUMNS // 32 % G == 0)
-    block, row, group, offsets, mask, row_mask, column_mask = tile(ROWS, COLUMNS, BT, G)
+                      BC: tl.constexpr):  # fmt: skip
+    WHOLE: tl.constexpr = (ROWS % 32 == 0) & (COLUMNS % BC == 0)
+    block, row, column, group, offsets = tile(
+        tl.program_id(0), ROWS, COLUMNS, BC, y.dtype.element_ty.primitive_bitwidth
+    )
+    mask = inside(row, column, ROWS, COLUMNS)
     if BY_ROW:
         at = row[:, None] * (COLUMNS // 32) + group[None, :]
-        scale = load(scales + at, row_mask, WHOLE)[:, :, None]
+        scale = spread(load(scales + at, inside(row, group, ROWS, COLUMNS // 32), WHOLE), 32)
     else:
-        at = block * BT // 32 * COLUMNS + group[:, None] * 32 + tl.arange(0, 32)[None, :]
-        scale = load(scales + at, column_mask, WHOLE)[None, :, :]
-    value = decode(load(codes + offsets, mask, WHOLE), scale)
-    store(y + offsets, value.to(y.dtype.element_ty), mask, WHOLE)
+        scale = load(scales + block * COLUMNS + column, column < COLUMNS, WHOLE)[None, :]
+    store(y + offsets, decode(load(codes + offsets, mask, WHOLE), scale).to(y.dtype.element_ty), mask, WHOLE)
 
 
 @triton.jit
@@ -169,46 +226,64 @@ def swizzle_kernel(scales, tiles, ROWS: tl.constexpr, BLOCKS: tl.constexpr, INNE
 
 # --- Launches -----------------------------------------------------------------------------------------------------
 
-# One warp has a whole tile of 32 rows by 64 columns: no block is spread over two warps, so that both kinds of amax are
-# shuffles, without shared memory or barriers between.
-GROUPS, WARPS = 2, 1
+
+def width(columns: int, most: int) -> int:
+    return min(most, max(power_of_two(columns), BLOCK))
 
 
-def quantize(rows: int, columns: int, usage: str, rounding: str = "up") -> Launch:
-    """x [rows, columns] -> codes and scales of each usage: uint8 [rows, columns] and [rows, columns / 32], and the same
-    and [rows / 32, columns]."""
-    by_row = (((rows, columns), "uint8"), ((rows, columns // BLOCK), "uint8"))
-    by_column = (((rows, columns), "uint8"), ((rows // BLOCK, columns), "uint8"))
-    kernel, outputs = {
-        "rowwise": (quantize_rows, by_row),
-        "columnwise": (quantize_columns, by_column),
-        "both": (quantize_both, by_row + by_column),
-    }[usage]
-    constants = (("ROWS", rows), ("COLUMNS", columns), ("UP", rounding == "up"), ("G", GROUPS))
-    if usage == "rowwise":
-        constants += (("BT", 32),)
-    return Launch(kernel, tiles(rows, columns, GROUPS), outputs, constants, WARPS, 1)
-
-
-def tiles(rows: int, columns: int, groups: int) -> tuple[int]:
+def tiles(rows: int, columns: int, width: int) -> tuple[int]:
     """The grid of kernels that ask `tile` which one is theirs."""
-    return (cdiv(rows, 32) * cdiv(columns, 32 * groups),)
+    return (cdiv(rows, BLOCK) * cdiv(columns, width),)
 
 
-def dequantize(rows: int, columns: int, usage: str, dtype: str) -> Launch:
+def supports_tiled(tokens: int, columns: int) -> str | None:
+    """Why `quantize` cannot tile the scales of matrices [tokens, columns], or None."""
+    if tokens % BLOCK or columns < BLOCK:
+        return f"found {tokens} tokens by {columns} columns, wants a multiple of {BLOCK} and at least {BLOCK}"
+    return None
+
+
+def quantize(rows: int, columns: int, usage: str, rounding: str = "up", tiled: tuple[int, int] | None = None,
+             arch: int = HOPPER) -> Launch:  # fmt: skip
+    """x [rows, columns] -> codes and scales of each usage: uint8 [rows, columns] and [rows, columns / 32], and the same
+    and [rows / 32, columns].
+
+    tiled: (tokens, columns) of the matrices that x is made of, [outer, tokens, inner, columns]: the scales are then
+    what `swizzle` makes of them, [outer * inner, bytes]."""
+    codes = ((rows, columns), "uint8")
+    by_row, by_column = ((rows, columns // BLOCK), "uint8"), ((rows // BLOCK, columns), "uint8")
+    tokens, dims = tiled or (0, 0)
+    if tiled:
+        matrices = rows // tokens * (columns // dims)
+        by_row = ((matrices, cdiv(tokens, 128) * cdiv(dims // BLOCK, 4) * 512), "uint8")
+        by_column = ((matrices, cdiv(dims, 128) * cdiv(tokens // BLOCK, 4) * 512), "uint8")
+    kernel, outputs = {
+        "rowwise": (quantize_rows, (codes, by_row)),
+        "columnwise": (quantize_columns, (codes, by_column)),
+        "both": (quantize_both, (codes, by_row, codes, by_column)),
+    }[usage]
+    size, warps = blocks(f"quantize {usage}", rows * columns, arch)
+    size = width(columns, size)
+    constants = (("ROWS", rows), ("COLUMNS", columns), ("UP", rounding == "up"), ("T", tokens), ("D", dims))
+    return Launch(kernel, tiles(rows, columns, size), outputs, (*constants, ("BC", size)), warps, 1)
+
+
+def dequantize(rows: int, columns: int, usage: str, dtype: str, arch: int = HOPPER) -> Launch:
     """codes, scales -> values [rows, columns]."""
-    groups = 4  # 128 columns: 256 bytes a row of bfloat16
-    constants = (("ROWS", rows), ("COLUMNS", columns), ("BY_ROW", usage == "rowwise"), ("BT", 32), ("G", groups))
-    return Launch(dequantize_kernel, tiles(rows, columns, groups), (((rows, columns), dtype),), constants, 4, 1)
+    size, warps = blocks("dequantize", rows * columns, arch)
+    size = width(columns, size)
+    constants = (("ROWS", rows), ("COLUMNS", columns), ("BY_ROW", usage == "rowwise"), ("BC", size))
+    outputs = (((rows, columns), dtype),)
+    return Launch(dequantize_kernel, tiles(rows, columns, size), outputs, constants, warps, 1)
 
 
 def swizzle(outer: int, tokens: int, inner: int, columns: int, usage: str) -> Launch:
     """Scales [outer, tokens, inner, columns] -> tiles [outer * inner, bytes]; tokens, columns: the scales' own."""
     strides = tokens * inner * columns, columns
     token, column = inner * columns, 1
-    rows, blocks = (tokens, columns) if usage == "rowwise" else (columns, tokens)
+    rows, wide = (tokens, columns) if usage == "rowwise" else (columns, tokens)
     row_stride, block_stride = (token, column) if usage == "rowwise" else (column, token)
-    grid = (outer * inner, cdiv(rows, 128), cdiv(blocks, 4))
-    constants = (("ROWS", rows), ("BLOCKS", blocks), ("INNER", inner), ("OUTER_STRIDE", strides[0]))
+    grid = (outer * inner, cdiv(rows, 128), cdiv(wide, 4))
+    constants = (("ROWS", rows), ("BLOCKS", wide), ("INNER", inner), ("OUTER_STRIDE", strides[0]))
     constants += (("INNER_STRIDE", strides[1]), ("ROW_STRIDE", row_stride), ("BLOCK_STRIDE", block_stride))
     return Launch(swizzle_kernel, grid, (((grid[0], grid[1] * grid[2] * 512), "uint8"),), constants)

@@ -6,8 +6,9 @@ y = x rstd factor, rstd = 1 / sqrt(mean(x^2) + eps), factor = scale, or 1 + scal
 import triton
 import triton.language as tl
 
+from .blocks import HOPPER, blocks
 from .launch import Launch, cdiv, power_of_two
-from .mxfp8 import GROUPS, WARPS, load, store_columns, store_rows, tile, tiles
+from .mxfp8 import inside, load, store_columns, store_rows, tile, tiles, width
 
 
 @triton.jit
@@ -42,16 +43,16 @@ def rstd_kernel(x, rstd, K: tl.constexpr, EPS: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def norm_quantize_kernel(x, rstd, scale, row_codes, row_scales, column_codes, column_scales, ROWS: tl.constexpr,
-                         K: tl.constexpr, ZERO_CENTERED: tl.constexpr, UP: tl.constexpr, G: tl.constexpr):  # fmt: skip
-    """A tile [32, G, 32], normalised and quantised."""
-    WHOLE: tl.constexpr = (ROWS % 32 == 0) & (K // 32 % G == 0)
-    block, row, group, offsets, mask, row_mask, column_mask = tile(ROWS, K, 32, G)
-    column = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    values = load(x + offsets, mask, WHOLE).to(tl.float32)
-    factor = _factor(load(scale + column, column_mask, WHOLE), ZERO_CENTERED)
-    y = values * tl.load(rstd + row)[:, None, None] * factor[None, :, :]
-    store_rows(y, row, group, offsets, mask, row_mask, row_codes, row_scales, K, UP, WHOLE)
-    store_columns(y, block, group, offsets, mask, column_mask, column_codes, column_scales, K, UP, WHOLE)
+                         K: tl.constexpr, ZERO_CENTERED: tl.constexpr, UP: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """A tile [32, BC], normalised and quantised; the last rows first, which `rstd` has left in the cache."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    WHOLE: tl.constexpr = (ROWS % 32 == 0) & (K % BC == 0)
+    block, row, column, group, offsets = tile(program, ROWS, K, BC, x.dtype.element_ty.primitive_bitwidth)
+    values = load(x + offsets, inside(row, column, ROWS, K), WHOLE).to(tl.float32)
+    factor = _factor(load(scale + column, column < K, WHOLE), ZERO_CENTERED)
+    y = values * load(rstd + row, row < ROWS, WHOLE)[:, None] * factor[None, :]
+    store_rows(y, row, column, group, offsets, row_codes, row_scales, ROWS, K, UP, WHOLE)
+    store_columns(y, block, row, column, offsets, column_codes, column_scales, ROWS, K, UP, WHOLE)
 
 
 @triton.jit
@@ -95,16 +96,17 @@ def rstd(rows: int, columns: int, eps: float) -> Launch:
     return Launch(rstd_kernel, (rows,), (((rows,), "float32"),), constants, _warps(columns), 1)
 
 
-def norm_quantize(rows: int, columns: int, zero_centered: bool, rounding: str = "up") -> Launch:
+def norm_quantize(rows: int, columns: int, zero_centered: bool, rounding: str = "up", arch: int = HOPPER) -> Launch:
     """x [rows, columns], rstd, scale -> row-wise codes and scales, column-wise ones; rows a multiple of 32.
 
-    A second launch after `rstd`'s: blocks of 32 rows leave a row to many programs, and x is mostly still in the cache.
+    A second launch after `rstd`'s: blocks of 32 rows leave a row to many programs.
     """
     constants = (("ROWS", rows), ("K", columns), ("ZERO_CENTERED", zero_centered), ("UP", rounding == "up"))
     codes = ((rows, columns), "uint8")
     outputs = (codes, ((rows, columns // 32), "uint8"), codes, ((rows // 32, columns), "uint8"))
-    grid = tiles(rows, columns, GROUPS)
-    return Launch(norm_quantize_kernel, grid, outputs, (*constants, ("G", GROUPS)), WARPS, 1)
+    size, warps = blocks("norm_quantize", rows * columns, arch)
+    size = width(columns, size)
+    return Launch(norm_quantize_kernel, tiles(rows, columns, size), outputs, (*constants, ("BC", size)), warps, 1)
 
 
 def norm_backward(rows: int, columns: int, zero_centered: bool, dtype: str, programs: int = 1024) -> Launch:

@@ -7,6 +7,7 @@ x2 a pair, left = x1 cos - x2 sin, right = x2 cos + x1 sin, in float32, rounded 
 import triton
 import triton.language as tl
 
+from .blocks import HOPPER, blocks
 from .launch import Launch, cdiv, power_of_two
 
 
@@ -37,15 +38,13 @@ def load_neighbours(x, at, mask):
 
 @triton.jit
 def store_neighbours(y, at, first, second, mask):
-    """The inverse, of elements of y's dtype: float32, bfloat16, float16 or uint8."""
+    """The inverse, of elements of y's dtype."""
     if y.dtype.element_ty.primitive_bitwidth == 32:
         word = first.to(tl.uint32, bitcast=True).to(tl.uint64) | second.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
         tl.store(y.to(tl.pointer_type(tl.uint64)) + at, word, mask=mask)
-    elif y.dtype.element_ty.primitive_bitwidth == 16:
+    else:
         word = first.to(tl.uint16, bitcast=True).to(tl.uint32) | second.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         tl.store(y.to(tl.pointer_type(tl.uint32)) + at, word, mask=mask)
-    else:
-        tl.store(y.to(tl.pointer_type(tl.uint16)) + at, first.to(tl.uint16) | second.to(tl.uint16) << 8, mask=mask)
 
 
 @triton.jit
@@ -178,19 +177,18 @@ def split_backward_kernel(dk, dv, cos, sin, dkv, dk_pe, N1: tl.constexpr, S0: tl
 
 Table = tuple[int, int, int]  # n1, and the strides, in table rows, of i0 and i1
 
-# By what was fastest on an H200 at DeepSeek-V3's heads; any value gives the same bits.
-HEADS = 128
 
-
-def _heads(heads: int, most: int) -> int:
-    return min(power_of_two(heads), most)
+def _blocks(op: str, tokens: int, heads: int, dim: int, arch: int, block_heads: int | None) -> tuple[int, int]:
+    """Heads a program has at once, and its warps."""
+    size, warps = blocks(op, tokens * heads * dim, arch)
+    return min(power_of_two(heads), block_heads or size), warps
 
 
 def rope(tokens: int, heads: int, dim: int, rotary: int, table: Table, read: str, write: str, inverse: bool,
-         dtype: str, copy: bool, block_heads: int = HEADS, num_warps: int = 8) -> Launch:  # fmt: skip
+         dtype: str, copy: bool, block_heads: int | None = None, arch: int = HOPPER) -> Launch:  # fmt: skip
     """x [tokens, heads, dim], cos, sin -> y like x. Layouts "pairs" or "halves". Without `copy` only the rotary dims
     are written, into x's own buffer."""
-    block = _heads(heads, block_heads)
+    block, warps = _blocks("rope", tokens, heads, dim, arch, block_heads)
     kept = dim - rotary
     constants = (("N1", table[0]), ("S0", table[1]), ("S1", table[2]), ("HEADS", heads), ("DIM", dim), ("KEPT", kept))
     constants += (("READ_PAIRS", read == "pairs"), ("WRITE_PAIRS", write == "pairs"), ("INVERSE", inverse))
@@ -198,7 +196,7 @@ def rope(tokens: int, heads: int, dim: int, rotary: int, table: Table, read: str
     constants += (("BK", power_of_two(max(kept, 1))),)
     aliases = () if copy else ((0, 0),)
     outputs = (((tokens, heads, dim), dtype),)
-    return Launch(rope_kernel, (tokens, cdiv(heads, block)), outputs, constants, num_warps, 1, aliases)
+    return Launch(rope_kernel, (tokens, cdiv(heads, block)), outputs, constants, warps, 1, aliases)
 
 
 def _split_constants(heads, nope, rotary, value, table, read, write, block) -> tuple:
@@ -209,18 +207,18 @@ def _split_constants(heads, nope, rotary, value, table, read, write, block) -> t
 
 
 def split(tokens: int, heads: int, nope: int, rotary: int, value: int, table: Table, read: str, write: str,
-          dtype: str, block_heads: int = HEADS, num_warps: int = 8) -> Launch:  # fmt: skip
+          dtype: str, block_heads: int | None = None, arch: int = HOPPER) -> Launch:  # fmt: skip
     """kv [tokens, heads, nope + value], k_pe [tokens, rotary], cos, sin -> k, v."""
-    block = _heads(heads, block_heads)
+    block, warps = _blocks("split", tokens, heads, nope + value, arch, block_heads)
     outputs = (((tokens, heads, nope + rotary), dtype), ((tokens, heads, value), dtype))
     constants = _split_constants(heads, nope, rotary, value, table, read, write, block)
-    return Launch(split_kernel, (tokens, cdiv(heads, block)), outputs, constants, num_warps, 1)
+    return Launch(split_kernel, (tokens, cdiv(heads, block)), outputs, constants, warps, 1)
 
 
 def split_backward(tokens: int, heads: int, nope: int, rotary: int, value: int, table: Table, read: str, write: str,
-                   dtype: str, block_heads: int = 16, num_warps: int = 8) -> Launch:  # fmt: skip
+                   dtype: str, block_heads: int | None = None, arch: int = HOPPER) -> Launch:  # fmt: skip
     """dk, dv, cos, sin -> dkv [tokens, heads, nope + value], dk_pe float32 [tokens, rotary]. Layouts: the forward's."""
-    block = _heads(heads, block_heads)
+    block, warps = _blocks("split_backward", tokens, heads, nope + value, arch, block_heads)
     outputs = (((tokens, heads, nope + value), dtype), ((tokens, rotary), "float32"))
     constants = _split_constants(heads, nope, rotary, value, table, read, write, block)
-    return Launch(split_backward_kernel, (tokens,), outputs, constants, num_warps, 2)
+    return Launch(split_backward_kernel, (tokens,), outputs, constants, warps, 2)

@@ -26,6 +26,7 @@ LAUNCHES = {
     "split_backward": (rope.split_backward(*SPLIT), [BF16, BF16, F32, F32]),
     "quantize rowwise": (mxfp8.quantize(R, H * 192, "rowwise"), [BF16]),
     "quantize both": (mxfp8.quantize(R, H * 192, "both"), [BF16]),
+    "quantize both, tiled": (mxfp8.quantize(R, H * 192, "both", tiled=(4096, 192)), [BF16]),
     "quantize both, float32": (mxfp8.quantize(R, H * 192, "both"), [F32]),
     "dequantize": (mxfp8.dequantize(R, H * 192, "columnwise", BF16), [U8, U8]),
     "swizzle": (mxfp8.swizzle(2, 4096, H, 6, "rowwise"), [U8]),

@@ -3,20 +3,18 @@ is exact. In Triton's interpreter on the CPU; on a GPU the same launches run as 
 """
 
 import itertools
-import os
 
 import numpy as np
 import pytest
 import reference
 
 torch = pytest.importorskip("torch", reason="needs torch (extra `golden`): kernels run on torch tensors here")
-from torch_launch import run, to_numpy, to_torch  # noqa: E402  (before triton: it chooses the interpreter)
+from torch_launch import GPU, run, to_numpy, to_torch  # noqa: E402  (before triton: it chooses the interpreter)
 
 triton = pytest.importorskip("triton", reason="needs triton (extra `test`)")
 from kernels import mxfp8, norm, rope, rope_mxfp8  # noqa: E402
 
-pytestmark = pytest.mark.golden
-assert os.environ  # the interpreter reads it
+pytestmark = [pytest.mark.golden, *([pytest.mark.gpu] if GPU else [])]
 
 DTYPES = ("float32", "bfloat16")
 LAYOUTS = ("pairs", "halves")
@@ -64,6 +62,24 @@ def test_quantize_and_dequantize(usage, dtype, rounding):
             (y,) = run(mxfp8.dequantize(64, 160, copy, out), *pair)
             wanted = to_numpy(to_torch(np.where(nan, 0, exact), out))
             assert np.array_equal(np.where(nan, 0, to_numpy(y)), wanted) and np.isnan(to_numpy(y)[nan]).all()
+
+
+@pytest.mark.parametrize(
+    "outer,tokens,inner,columns", [(2, 32, 3, 96), (1, 160, 2, 64), (1, 128, 1, 128), (3, 64, 1, 160)]
+)
+def test_quantize_tiles_the_scales_in_the_same_pass(outer, tokens, inner, columns):
+    """The bytes of two launches, padding included."""
+    rows, wide = outer * tokens, inner * columns
+    x = values(rows, wide, dtype="bfloat16")
+    for usage in ("rowwise", "columnwise", "both"):
+        found = run(mxfp8.quantize(rows, wide, usage, tiled=(tokens, columns)), x)
+        plain = run(mxfp8.quantize(rows, wide, usage), x)
+        for number, copy in enumerate(["rowwise", "columnwise"] if usage == "both" else [usage]):
+            sizes = (tokens, inner, columns // 32) if copy == "rowwise" else (tokens // 32, inner, columns)
+            (tiles,) = run(mxfp8.swizzle(outer, *sizes, copy), plain[2 * number + 1])
+            assert np.array_equal(to_numpy(found[2 * number]), to_numpy(plain[2 * number]))
+            assert np.array_equal(to_numpy(found[2 * number + 1]), to_numpy(tiles))
+    assert mxfp8.supports_tiled(tokens, columns) is None and "found 33 tokens" in mxfp8.supports_tiled(33, columns)
 
 
 def test_quantize_rows_of_any_number():

@@ -1,0 +1,39 @@
+"""Block sizes and warps: data, tuned offline, by GPU architecture and by how much there is to do.
+
+Every process takes the same. Any gives the same bits, but for the order of `split_backward`'s sum over heads.
+Measured on one H200 (compute capability 9.0) at DeepSeek-V3's shapes and smaller ones. An architecture without a table
+of its own, Blackwell among them, takes Hopper's: not measured there.
+"""
+
+from typing import NamedTuple
+
+
+class Blocks(NamedTuple):
+    size: int  # columns of a tile of 32 rows; of the ops on heads, the heads a program has at once
+    warps: int
+
+
+HOPPER = 90
+ANY = float("inf")
+
+# By architecture and op: (elements below which it holds, blocks), in order.
+TABLES = {
+    HOPPER: {
+        # Two warps share 32 rows by 128 columns: wider rows of codes, or more values a thread, run out of registers.
+        "quantize both": ((ANY, Blocks(128, 2)),),
+        "quantize columnwise": ((ANY, Blocks(128, 2)),),
+        "quantize rowwise": ((2**24, Blocks(128, 4)), (ANY, Blocks(256, 4))),
+        "norm_quantize": ((ANY, Blocks(128, 2)),),
+        "rope_quantize": ((ANY, Blocks(128, 2)),),
+        "dequantize": ((ANY, Blocks(256, 4)),),
+        "rope": ((ANY, Blocks(128, 8)),),
+        "split": ((ANY, Blocks(128, 8)),),
+        "split_backward": ((ANY, Blocks(16, 8)),),
+    }
+}
+
+
+def blocks(op: str, elements: int, arch: int = HOPPER) -> Blocks:
+    """What an op with that many elements of input takes on a GPU of compute capability `arch` (90, 100)."""
+    table = TABLES.get(arch, TABLES[HOPPER])[op]
+    return next(found for limit, found in table if elements < limit)
