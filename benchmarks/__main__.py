@@ -148,7 +148,14 @@ def main(argv: list[str] | None = None) -> int:
         except OSError as error:
             parser.error(f"--json: cannot write {args.json}: {error.strerror}")
     preset = PRESETS[args.preset]
-    rows = []
+    report = {
+        "device": _device(),
+        "versions": _versions(),
+        "command": _command(sys.argv[1:] if argv is None else argv),
+        "date": datetime.date.today().isoformat(),
+        "rows": [],
+    }
+    rows = report["rows"]
     print(
         f"{'op':17}{'pass':8}{'variant':11}{'by':10}{'tokens':>7}{'ms':>10}{'spread':>8}{'TFLOP/s':>9}{'GB/s':>9}"
         f"{'of':>11}{'error':>9}{'temporaries':>13}"
@@ -161,20 +168,13 @@ def main(argv: list[str] | None = None) -> int:
             rows += found
             for row in found:
                 row["ceiling"], row["fraction"] = _ceiling(row, rows)
-                print(_line(row))
+                print(_line(row), flush=True)
+            if args.json:  # so far: a later op may fail
+                with open(args.json + ".partial", "w", encoding="utf-8") as file:
+                    json.dump(report, file, indent=1)
+                    file.write("\n")
     if args.json:
-        report = {
-            "device": _device(),
-            "versions": _versions(),
-            "command": _command(sys.argv[1:] if argv is None else argv),
-            "date": datetime.date.today().isoformat(),
-            "rows": rows,
-        }
-        temporary = args.json + ".partial"
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1)
-            file.write("\n")
-        os.replace(temporary, args.json)
+        os.replace(args.json + ".partial", args.json)
     return 0
 
 

@@ -140,6 +140,14 @@ def norm_usual(x, scale, eps):
     return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps) * scale
 
 
+def norm_best(x, scale, eps):
+    """The barrier keeps XLA from writing the float32 result, which is cheaper made again from x by each of its readers
+    than read."""
+    wide = x.astype(f32)
+    rstd = jax.lax.optimization_barrier(jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps))
+    return wide * rstd * scale
+
+
 # --- MXFP8: codes and scales, uint8, in blocks of 32 along each of some axes ------------------------------------------
 
 
@@ -241,7 +249,7 @@ def q_up_mxfp8_usual(x, w, scale, cos, sin, nope):
 
 
 def q_up_mxfp8_best(x, w, scale, cos, sin, nope):
-    return rope_best(_MULTIPLY["jnp_best"](norm_usual(x, scale, 1e-6), w), cos, sin, nope)
+    return rope_best(_MULTIPLY["jnp_best"](norm_best(x, scale, 1e-6), w), cos, sin, nope)
 
 
 def kv_up_usual(x, w, scale, k_pe, cos, sin, nope):
@@ -259,7 +267,7 @@ def kv_up_mxfp8_usual(x, w, scale, k_pe, cos, sin, nope):
 
 
 def kv_up_mxfp8_best(x, w, scale, k_pe, cos, sin, nope):
-    return split_best(_MULTIPLY["jnp_best"](norm_usual(x, scale, 1e-6), w), k_pe.astype(f32), cos, sin, nope)
+    return split_best(_MULTIPLY["jnp_best"](norm_best(x, scale, 1e-6), w), k_pe.astype(f32), cos, sin, nope)
 
 
 # --- Attention --------------------------------------------------------------------------------------------------------
