@@ -117,7 +117,7 @@ def dequantize(i: Inputs) -> list[Case]:
     from jax_mla.dequantize import raw_dequantize
 
     x = i.per_token(i.heads, i.nope + i.rope)
-    t = jax.jit(lambda x: jax_mla.quantize_mxfp8(x, usage="both", token_axis=-3).detach())(x)
+    t = jax.jit(lambda x: jax_mla.quantize_mxfp8(x, usage="both", token_axis=-3, implementation="xla").detach())(x)
     cases = []
     for usage, axis in (("rowwise", -1), ("columnwise", 1)):
 
