@@ -1,8 +1,8 @@
 """Launches Triton kernels from JAX: one place for what differs between jax-triton 0.3.1 and 0.4, and between jaxes.
 
-Neither triton nor jax-triton is imported before the first launch. A call is opaque to vmap, which therefore loops over
-the batch; derivatives are the ops' own. Custom calls take row-major arrays; where one output shares an input's buffer
-(`Launch.aliases`), XLA copies the input first if anything else still reads it.
+Neither triton nor jax-triton is imported before the first launch. A call is opaque to vmap, which loops over the batch
+unless who launches has a rule of its own; derivatives are the ops' own. Custom calls take row-major arrays; where one
+output shares an input's buffer (`Launch.aliases`), XLA copies the input first if anything else still reads it.
 """
 
 import contextlib
@@ -86,7 +86,10 @@ def call(launch, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
     @jax.custom_batching.sequential_vmap
     def run(*arrays):
-        return tuple(_triton_call(launch, capability, arrays))
+        # Inside `shard_map` what a kernel writes differs between devices as what it reads; jax-triton does not say so.
+        axes = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
+        outputs = _triton_call(launch, capability, arrays)
+        return tuple(jax.lax.pcast(o, tuple(sorted(axes)), to="varying") if axes else o for o in outputs)
 
     return run(*arrays)
 

@@ -1,13 +1,16 @@
-"""From an op's arrays to the launches of `kernels/`: flat shapes, how tables broadcast, and what Triton can run.
+"""From an op's arrays to the launches of `kernels/`: flat shapes, how tables broadcast, vmap, and what Triton can run.
 
 Kernels are imported when one is first launched: the package itself needs no triton.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from jax_mla import sharding
 from jax_mla.ffi import triton
 
 _DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
@@ -49,3 +52,63 @@ def tables(cos: jax.Array, sin: jax.Array, leading: tuple[int, ...]):
 def flat(x: jax.Array, trailing: int) -> jax.Array:
     """x with all but its last `trailing` dims in one."""
     return x.reshape(-1, *x.shape[x.ndim - trailing :])
+
+
+def matrix(x: jax.Array, token_axis: int) -> jax.Array:
+    """x [..., T, ..., K] as rows of tokens, columns of the rest: blocks along K lie in a row, along T in a column."""
+    return x.reshape(-1, math.prod(x.shape[x.ndim + token_axis + 1 :]))
+
+
+def batched(*kinds: str) -> Callable:
+    """Decorates `function(*settings, *arrays)`, which launches kernels on arrays of any number of leading dims: under
+    vmap it runs once, the batch one more leading dim of what it is given and of all that it returns.
+
+    kinds, one an array: "data" has that dim, and is spread out if it does not differ over the batch. "table": as data,
+    but a dim of 1 stands for any. "weight" [K], read by every row, gets a dim of 1, by which a function that returns
+    its gradient sees for how many batch dims; one that differs over the batch makes a loop over it.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(*args):
+            settings, arrays = args[: -len(kinds)], args[-len(kinds) :]
+            if not any(isinstance(array, jax.core.Tracer) for array in arrays):
+                return function(*args)  # and can tell that it is not in a program
+            run = jax.custom_batching.custom_vmap(functools.partial(function, *settings))
+
+            @run.def_vmap
+            def rule(size, differs, *arrays):
+                if any(d and kind == "weight" for d, kind in zip(differs, kinds, strict=True)):
+                    outputs = _loop(run, differs, arrays)
+                else:
+                    arrays = [
+                        a if d else jnp.broadcast_to(a, (size if kind == "data" else 1, *a.shape))
+                        for a, d, kind in zip(arrays, differs, kinds, strict=True)
+                    ]
+                    outputs = _over_devices(functools.partial(call, *settings), arrays)
+                return outputs, jax.tree.map(lambda _: True, outputs)
+
+            return run(*arrays)
+
+        return call
+
+    return decorate
+
+
+def _loop(run: Callable, differs, arrays):
+    """`run` on one entry of the batch after another."""
+
+    def entry(own):
+        own = iter(own)
+        return run(*(next(own) if d else a for a, d in zip(arrays, differs, strict=True)))
+
+    return jax.lax.map(entry, [a for a, d in zip(arrays, differs, strict=True) if d])
+
+
+def _over_devices(function: Callable, arrays):
+    """`function` on each device's part of the batch, the first dim; no other is sharded where kernels are launched."""
+    if not any(map(any, map(sharding.spec, arrays))):
+        return function(*arrays)
+    names = [" ".join(["n", *(f"D{i}" for i in range(1, a.ndim))]) for a in arrays]
+    outputs = len(jax.tree.leaves(jax.eval_shape(function, *arrays)))
+    return sharding.local("vmap", ", ".join(names) + " -> " + ", ".join(["n"] * outputs), function, *arrays)

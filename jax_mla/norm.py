@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -71,6 +72,7 @@ def _xla_backward(
     return dx.astype(x.dtype), jnp.sum(dy * h, axis=tuple(range(x.ndim - 1)))
 
 
+@launches.batched("data", "weight")
 def _triton_forward(static: NormStatic, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     from jax_mla.ffi import triton
     from jax_mla.kernels import norm as kernels
@@ -78,20 +80,35 @@ def _triton_forward(static: NormStatic, x: jax.Array, scale: jax.Array) -> tuple
     if x.size == 0:
         return _xla_forward(static, x, scale)
     flat = launches.flat(x, 1)
-    y, rstd = triton.call(kernels.norm(*flat.shape, static.eps, static.zero_centered, x.dtype.name), flat, scale)
+    launch = kernels.norm(*flat.shape, static.eps, static.zero_centered, x.dtype.name)
+    y, rstd = triton.call(launch, flat, scale.reshape(-1))
     return y.reshape(x.shape), rstd.reshape(x.shape[:-1])
 
 
+@launches.batched("data", "data", "weight", "data")
 def _triton_backward(static: NormStatic, x, rstd, scale, dy) -> tuple[jax.Array, jax.Array]:
+    """scale [..., K] with a dim of 1 for each that vmap batches: dscale has one sum for each entry of those."""
     from jax_mla.ffi import triton
     from jax_mla.kernels import norm as kernels
 
+    batch, columns = x.shape[: scale.ndim - 1], x.shape[-1]
     if x.size == 0:
-        return _xla_backward(static, x, rstd, scale, dy)
+        return x, jnp.zeros((*batch, columns), jnp.float32)
     flat, dy = launches.flat(x, 1), launches.flat(dy, 1)
-    launch = kernels.norm_backward(*flat.shape, static.zero_centered, x.dtype.name)
-    dx, partial = triton.call(launch, flat, rstd.reshape(-1), scale, dy)
-    return dx.reshape(x.shape), jnp.sum(partial, axis=0)
+    launch = kernels.norm_backward(*flat.shape, static.zero_centered, x.dtype.name, *_programs(len(flat), batch))
+    dx, partial = triton.call(launch, flat, rstd.reshape(-1), scale.reshape(-1), dy)
+    return dx.reshape(x.shape), jnp.sum(partial.reshape(*batch, -1, columns), axis=-2)
+
+
+def _programs(rows: int, batch: tuple[int, ...]) -> tuple[int, ...]:
+    """How many programs share the rows so that none has rows of two entries of the batch: () for as many as the kernel
+    takes, else at least as many."""
+    entries = math.prod(batch)
+    if entries == 1:
+        return ()
+    own = rows // entries
+    each = max(n for n in range(1, max(rows // 1024, 1) + 1) if own % n == 0)
+    return (rows // each,)
 
 
 def _triton_supports(static: NormStatic | None = None, *arrays: jax.Array) -> str | None:

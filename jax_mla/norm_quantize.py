@@ -62,6 +62,7 @@ def _xla_forward(static: Static, x: jax.Array, scale: jax.Array) -> tuple[jax.Ar
     return *mxfp8.IMPLEMENTATIONS["xla"].forward(static.quantize, y), rstd
 
 
+@launches.batched("data", "weight")
 def _triton_forward(static: Static, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
     from jax_mla.ffi import triton
     from jax_mla.kernels import norm as kernels
@@ -71,7 +72,7 @@ def _triton_forward(static: Static, x: jax.Array, scale: jax.Array) -> tuple[jax
     flat = launches.flat(x, 1)
     (rstd,) = triton.call(kernels.rstd(*flat.shape, static.norm.eps), flat)
     launch = kernels.norm_quantize(*flat.shape, static.norm.zero_centered, static.quantize.rounding)
-    arrays = triton.call(launch, flat, rstd, scale)
+    arrays = triton.call(launch, flat, rstd, scale.reshape(-1))
     return *static.quantize.unflatten(arrays, x.shape), rstd.reshape(x.shape[:-1])
 
 

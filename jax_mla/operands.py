@@ -21,6 +21,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_mla import checks, dispatch, mxfp8, mxfp8_tensor
+from jax_mla.dequantize import raw_dequantize
 from jax_mla.mxfp8_bits import BLOCK
 from jax_mla.mxfp8_tensor import MXFP8Tensor
 
@@ -103,7 +104,7 @@ def read(x: Operand, dtype, usage: str | None = None, implementation: dispatch.C
     if not isinstance(x, MXFP8Tensor):
         return x.astype(dtype)
     t = x.detach() if usage is None else x.detach().only(usage)
-    return mxfp8.raw_dequantize(jnp.dtype(dtype), t, implementation)
+    return raw_dequantize(jnp.dtype(dtype), t, implementation)
 
 
 def named(x: Operand, name: str) -> Operand:

@@ -184,6 +184,7 @@ def _xla(static: RopeStatic, x: jax.Array, cos: jax.Array, sin: jax.Array) -> ja
     return jnp.concatenate([x[..., :kept], rotated], axis=-1) if kept else rotated
 
 
+@launches.batched("data", "table", "table")
 def _triton(static: RopeStatic, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     from jax_mla.ffi import triton
     from jax_mla.kernels import rope as kernels

@@ -24,7 +24,7 @@ from jax_mla import (
     rope_tables,
     swizzle_scales,
 )
-from jax_mla.mxfp8 import raw_dequantize
+from jax_mla.dequantize import raw_dequantize
 
 pytestmark = pytest.mark.gpu
 
@@ -136,6 +136,51 @@ def test_split_and_norms():
             swizzle_scales(scales, usage=usage, token_axis=-3, implementation=i) for i in ("triton", "xla")
         )
         assert_same(found, wanted)
+
+
+def test_vmap():
+    """Values and gradients of every entry of two batches, of which arguments may have one, both or none."""
+    rope = lambda name, x, c, s: apply_rope(x, c, s, rotary_dim=PE, implementation=name)  # noqa: E731
+    keys = lambda name, kv, k_pe, c, s: apply_rope_kv(kv, k_pe, c, s, nope_dim=N, implementation=name)  # noqa: E731
+    norm = lambda name, x, s: rms_norm(x, s, 1e-2, implementation=name)  # noqa: E731
+    codes = lambda name, x: values(quantize_mxfp8(x, usage="both", token_axis=-3, implementation=name))  # noqa: E731
+    fused = lambda name, x, s: values(rms_norm_quantize(x, s, 1e-2, usage="both", implementation=name))  # noqa: E731
+    tables = jnp.stack([COS, SIN, COS]), jnp.stack([SIN, COS, SIN])
+    x, latent, kv, k_pe, scales = (draw(np.random.default_rng(0), *s, dtype=jnp.bfloat16) for s in (
+        (2, 3, T, H, N + PE), (2, 3, T, 1536), (2, 3, 1, T, H, N + V), (2, 3, 1, T, PE), (3, 1536)))  # fmt: skip
+    shared, both_of_x = (None, None), (0, 0)
+    for op, args, axes in (
+        (rope, (x, COS, SIN), (both_of_x, shared, shared)),
+        (rope, (x[:, 0], *tables), ((0, None), (None, 0), (None, 0))),
+        (keys, (kv, k_pe, *tables), (both_of_x, both_of_x, (None, 0), (None, 0))),
+        (norm, (latent, scales[0]), (both_of_x, shared)),
+        (norm, (latent, scales), (both_of_x, (None, 0))),
+        (codes, (x,), (both_of_x,)),
+        (fused, (latent, scales[0]), (both_of_x, shared)),
+    ):
+        results = []
+        for name in ("triton", "xla"):
+
+            def step(*a, op=op, name=name):
+                outputs, pullback = jax.vjp(lambda *a: op(name, *a), *a)
+                wave = lambda o: jnp.cos(jnp.arange(o.size, dtype=jnp.float32)).reshape(o.shape).astype(o.dtype)  # noqa: E731
+                return outputs, pullback(jax.tree.map(wave, outputs))
+
+            outer, inner = zip(*axes, strict=True)
+            results.append(jax.jit(jax.vmap(jax.vmap(step, inner), outer))(*args))
+        found, wanted = results
+        assert_close(found[1], wanted[1])
+        if op is fused:  # ties
+            for f, w in zip(found[0], wanted[0], strict=True):
+                assert np.mean(np.asarray(f != w)) < 1e-3
+        else:
+            assert_close(found[0], wanted[0])
+    e8m0 = jnp.asarray(np.random.default_rng(0).integers(1, 255, (2, 2, 129, 3, 5)), jnp.uint8)
+    found, wanted = (
+        jax.vmap(lambda s, i=i: swizzle_scales(s, token_axis=-3, implementation=i))(e8m0)  # noqa: B023
+        for i in ("triton", "xla")
+    )
+    assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])

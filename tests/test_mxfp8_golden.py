@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_mla.mxfp8 import dequantize, quantize_mxfp8
+from jax_mla import dequantize, quantize_mxfp8
 
 pytestmark = pytest.mark.golden
 

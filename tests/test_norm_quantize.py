@@ -8,8 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from judge import assert_close, assert_same, draw
 
-from jax_mla import rms_norm
-from jax_mla.mxfp8 import dequantize, quantize_mxfp8
+from jax_mla import dequantize, quantize_mxfp8, rms_norm
 from jax_mla.norm_quantize import rms_norm_quantize
 
 
