@@ -1,5 +1,15 @@
+"""Fused up-projections on Hopper, as Pallas Mosaic GPU kernels: x . w, and what each head needs done to its columns.
+
+One persistent kernel: a warpgroup loads tiles of x and w through a ring in shared memory (TMA; the w tile multicast to
+a cluster), two warpgroups multiply them (wgmma, float32 accumulators), each one head wide, and finish the head from
+registers: RoPE for queries; keys, the shared rotary key and values for the KV side. Only JAX launches these, so the
+file holds the launch as well.
+"""
+
 import dataclasses
-import functools
+import inspect
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -7,141 +17,288 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-WGMMA_ROWS = 64
+ROWS = 64  # of one wgmma instruction, and of what a warpgroup stores at once
+SHARED_MEMORY = 232_448 - 1_024  # bytes of a Hopper block, less what barriers take
+ACCUMULATORS = 128 * 192  # float32 that a warpgroup can hold and still finish a head without spilling
+
+_WGMMA = plgpu.Layout.WGMMA
+_INDEX = (...,) if "idx" in inspect.signature(plgpu.load).parameters else ()  # of jax 0.10
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
+    """How the work is cut. Both warpgroups have `rows` tokens of one head at a time.
+
+    alternate: each warpgroup has a tile of its own and multiplies while the other one finishes its head; else both
+    share the w tile and multiply together. blocks: of the persistent grid, a multiprocessor each. cluster: blocks that
+    take neighbouring tokens and share each w tile. width: token tiles whose heads are walked through together, for L2.
+    """
+
     rows: int = 128
+    alternate: bool = True
     depth: int = 64
     stages: int = 4
     cluster: int = 2
     width: int = 16
-    ahead: int = 1
-    registers: int = 240
-    minor: int = 0
-    semantics: str = "Warpgroup"
+    blocks: int = 132
+
+    @property
+    def block_rows(self) -> int:
+        return self.rows if self.alternate else 2 * self.rows
 
 
-def _swizzled(shape, columns):
-    bytes_ = columns * 2
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(bytes_)))
+Q_TILES = Tiles()
+KV_TILES = Tiles(rows=64, alternate=False, stages=3)
 
 
-def q_up(x, w, cos, sin, *, heads, nope, rotary, tiles=Tiles(), sms=132, bias=None, interpret=None):
-    (tokens, depth), half = x.shape, rotary // 2
-    width = nope + rotary
+def q_up(
+    x: jax.Array,
+    w: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    heads: int,
+    nope: int,
+    rotary: int,
+    tiles: Tiles = Q_TILES,
+    interpret=None,
+) -> jax.Array:
+    """q = RoPE(x . w + bias), bf16 [T, heads * (nope + rotary)], rounded once.
+
+    x: bf16 [T, K]. w: bf16 [K, heads, nope + rotary] or with the last two merged, its rotary columns as halves. cos,
+    sin: float32 [T, rotary / 2]. bias: float32, as w without K, or None. interpret: Pallas's parameters for a CPU.
+    """
+    width, half = nope + rotary, rotary // 2
+    cos, sin = (_padded(table.astype(jnp.float32), tiles) for table in (cos, sin))
+    inputs = (cos, sin) if bias is None else (cos, sin, bias.reshape(-1).astype(jnp.float32))
+    columns, pair = _columns(nope, width), _columns(half, nope, width)
+    staging = [_staging(nope, columns), _staging(half, pair), _staging(half, pair)]
+
+    def finish(y, row, head, wg, inputs, outputs, staging):
+        (cos, sin, *bias), (q,), at = inputs, outputs, head * width
+
+        def columns_of(rows, first, count):
+            part = y[rows, first : first + count]
+            if not bias:
+                return part
+            added = _load(bias[0].at[pl.ds(at + first, count)], _WGMMA.reduce(0))
+            return part + lax.broadcast_in_dim(added, part.shape, [1])
+
+        for start in range(0, tiles.rows, ROWS):
+            rows, part = slice(start, start + ROWS), pl.ds(row + start, ROWS)
+            c, s = _load(cos.at[part], _WGMMA), _load(sin.at[part], _WGMMA)
+            left, right = (columns_of(rows, first, half) for first in (nope, nope + half))
+            parts = columns_of(rows, 0, nope), left * c - right * s, right * c + left * s
+            _store(parts, staging, wg, [(q, part, at), (q, part, at + nope), (q, part, at + nope + half)])
+
+    outputs = [jax.ShapeDtypeStruct((x.shape[0], heads * width), x.dtype)]
+    (q,) = _project(x, w, inputs, outputs, staging, finish, heads, width, tiles, interpret, "q_up")
+    return q
+
+
+def kv_up(
+    x: jax.Array,
+    w: jax.Array,
+    k_pe: jax.Array,
+    *,
+    heads: int,
+    nope: int,
+    value: int,
+    tiles: Tiles = KV_TILES,
+    interpret=None,
+) -> tuple[jax.Array, jax.Array]:
+    """k, bf16 [T, heads, nope + P]: x . w's first columns of each head, then k_pe; v, bf16 [T, heads, value]: the rest.
+
+    x: bf16 [T, C]. w: bf16 [C, heads, nope + value] or with the last two merged. k_pe: bf16 [T, P], rotated, the same
+    for every head. interpret: Pallas's parameters for a CPU.
+    """
+    tokens, rotary = k_pe.shape
+    width, key = nope + value, nope + rotary
+    inputs = (_padded(k_pe, tiles),)
+    staging = [_staging(n, _columns(n, nope, key)) for n in (nope, rotary)] + [_staging(value, _columns(value))]
+
+    def finish(y, row, head, wg, inputs, outputs, staging):
+        (shared,), (k, v) = inputs, outputs
+        for start in range(0, tiles.rows, ROWS):
+            rows, part = slice(start, start + ROWS), pl.ds(row + start, ROWS)
+            parts = y[rows, :nope], _load(shared.at[part], _WGMMA), y[rows, nope:]
+            at = [(k, part, head * key), (k, part, head * key + nope), (v, part, head * value)]
+            _store(parts, staging, wg, at)
+
+    outputs = [jax.ShapeDtypeStruct((tokens, heads * n), x.dtype) for n in (key, value)]
+    k, v = _project(x, w, inputs, outputs, staging, finish, heads, width, tiles, interpret, "kv_up")
+    return k.reshape(tokens, heads, key), v.reshape(tokens, heads, value)
+
+
+def supports(*, tokens: int, rank: int, nope: int, rotary: int, value: int | None = None, dtype) -> str | None:
+    """Why `q_up`, or `kv_up` where a `value` dim is given, cannot run an x of [tokens, rank] and dtype, or None.
+
+    That the GPU is a Hopper one (9.0) is for the caller to see to. What is asked of the dims: tiles that TMA and wgmma
+    take whole; tokens, heads and the rank need not fill theirs.
+    """
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"found dtype {jnp.dtype(dtype)}, wants bfloat16"
+    if tokens % 8 or not tokens:
+        return f"found {tokens} tokens, wants a multiple of 8"
+    if rank % 32 or not rank:
+        return f"found a latent of {rank}, wants a multiple of 32"
+    tiles, parts = (Q_TILES, (nope, rotary // 2)) if value is None else (KV_TILES, (nope, value, rotary))
+    if any(n % 16 or not n for n in parts):
+        return f"found parts of a head of {parts} columns, wants multiples of 16"
+    width, limit = nope + (rotary if value is None else value), min(256, ACCUMULATORS // tiles.rows)
+    if width % 32 or width > limit:
+        return f"found {width} columns a head, wants a multiple of 32 up to {limit}"
+    return None
+
+
+def _project(x, w, inputs, outputs, staging, finish: Callable, heads, width, tiles: Tiles, interpret, name):
+    """The outputs that `finish` writes, for each tile of tokens and each head, from x . w."""
+    (tokens, depth), consumers = x.shape, 2
     w = w.reshape(depth, heads * width)
-    blocks = pl.cdiv(tokens, tiles.rows * tiles.cluster)
-    k_steps = pl.cdiv(depth, tiles.depth)
-    total = blocks * heads
-    clusters = min(sms // tiles.cluster, total)
-    stages = min(tiles.stages, k_steps * 2)
+    lanes = _columns(depth, width)
+    step = min(tiles.depth, lanes)
+    steps, turns = depth // step, 1 if tiles.alternate else consumers
+    stages = _stages(tiles, step, width, staging)
+    token_tiles = pl.cdiv(tokens, tiles.block_rows * tiles.cluster)
+    total = token_tiles * heads
+    clusters = min(tiles.blocks // tiles.cluster, total)
+    shared = "cluster" if tiles.cluster > 1 else None
 
-    def body(x, w, cos, sin, q, x_smem, w_smem, nope_smem, left_smem, right_smem, full, empty):
-        wg = lax.axis_index("wg")
-        position = lax.axis_index("cluster")
-        first = lax.axis_index("grid")
-        count = lax.div(total - first + clusters - 1, clusters)
+    def body(x, w, *refs):
+        inputs_, refs = refs[: len(inputs)], refs[len(inputs) :]
+        outputs_, (x_ring, w_ring, staging_, full, empty) = refs[: len(outputs)], refs[len(outputs) :]
+        wg, cluster = lax.axis_index("wg"), lax.axis_index("clusters")
+        count = lax.div(total - cluster + clusters - 1, clusters)
 
         def tile(i):
-            block, head = plgpu.planar_snake(first + i * clusters, (blocks, heads), tiles.minor, tiles.width)
-            return (block * tiles.cluster + position) * tiles.rows, head
+            tokens_, head = plgpu.planar_snake(cluster + i * clusters, (token_tiles, heads), 0, tiles.width)
+            return (tokens_ * tiles.cluster + lax.axis_index("cluster")) * tiles.block_rows, head
 
-        @pl.when(wg == 2)
-        def _load():
+        def ready(i, slot):
+            # A warpgroup that waits on a barrier must wait for each of its phases: those of its own tiles only.
+            return full.at[lax.rem(i, consumers) if tiles.alternate else 0, slot]
+
+        @pl.when(wg == consumers)
+        def _load_tiles():
             plgpu.set_max_registers(24, action="decrease")
 
-            @pl.loop(0, count)
-            def _tile(i):
+            # One loop over all tiles' steps: a loop over one tile's would be unrolled, out of registers.
+            @pl.loop(0, count * steps)
+            def _step(n):
+                i, slot = lax.div(n, steps), lax.rem(n, stages)
                 row, head = tile(i)
+                inner, barrier = pl.ds(lax.rem(n, steps) * step, step), ready(i, slot)
 
-                @pl.loop(0, k_steps)
-                def _step(k):
-                    step = i * k_steps + k
-                    slot = lax.rem(step, stages)
+                @pl.when(n >= stages)
+                def _wait():
+                    plgpu.barrier_wait(empty.at[slot])
 
-                    @pl.when(step >= stages)
-                    def _():
-                        plgpu.barrier_wait(empty.at[slot])
+                plgpu.copy_gmem_to_smem(x.at[pl.ds(row, tiles.block_rows), inner], x_ring.at[slot], barrier)
+                columns = w.at[inner, pl.ds(head * width, width)]
+                plgpu.copy_gmem_to_smem(columns, w_ring.at[slot], barrier, collective_axes=shared)
 
-                    at = pl.ds(k * tiles.depth, tiles.depth)
-                    plgpu.copy_gmem_to_smem(x.at[pl.ds(row, tiles.rows), at], x_smem.at[slot], full.at[slot])
-                    plgpu.copy_gmem_to_smem(
-                        w.at[at, pl.ds(head * width, width)], w_smem.at[slot], full.at[slot],
-                        collective_axes="cluster" if tiles.cluster > 1 else None,
-                    )
+            # No block may leave while its neighbours still tell it that a slot is free.
+            @pl.loop(jnp.maximum(count * steps - stages, 0), count * steps)
+            def _drain(n):
+                plgpu.barrier_wait(empty.at[lax.rem(n, stages)])
 
-            @pl.loop(0, jnp.minimum(stages, count * k_steps))
-            def _quiesce(i):
-                plgpu.barrier_wait(empty.at[lax.rem(count * k_steps - jnp.minimum(stages, count * k_steps) + i, stages)])
+        @pl.when(wg < consumers)
+        def _multiply_tiles():
+            plgpu.set_max_registers(240, action="increase")
+            own = pl.ds(0 if tiles.alternate else wg * tiles.rows, tiles.rows)
 
-        @pl.when(wg < 2)
-        def _compute():
-            plgpu.set_max_registers(tiles.registers, action="increase")
-
-            @pl.loop(0, lax.div(count + 1 - wg, 2))
+            @pl.loop(0, lax.div(count + 1 - wg, 2) if tiles.alternate else count)
             def _tile(j):
-                i = 2 * j + wg
+                i = 2 * j + wg if tiles.alternate else j
                 row, head = tile(i)
 
                 def product(acc):
-                    @pl.loop(0, k_steps)
+                    @pl.loop(0, steps)
                     def _step(k):
-                        step = i * k_steps + k
-                        slot = lax.rem(step, stages)
-                        plgpu.barrier_wait(full.at[slot])
-                        plgpu.wgmma(acc, x_smem.at[slot], w_smem.at[slot])
-                        plgpu.wgmma_wait(tiles.ahead)
-                        if tiles.ahead:
-                            @pl.when(k > 0)
-                            def _():
-                                plgpu.barrier_arrive(empty.at[lax.rem(step - 1 , stages)])
-                        else:
-                            plgpu.barrier_arrive(empty.at[slot])
+                        slot = lax.rem(i * steps + k, stages)
+                        plgpu.barrier_wait(ready(i, slot))
+                        plgpu.wgmma(acc, x_ring.at[slot, own], w_ring.at[slot])
+                        plgpu.wgmma_wait(1)
+
+                        @pl.when(k > 0)
+                        def _free():
+                            plgpu.barrier_arrive(empty.at[lax.rem(i * steps + k - 1, stages)])
+
                     y = acc[...]
-                    if tiles.ahead:
-                        plgpu.barrier_arrive(empty.at[lax.rem((i + 1) * k_steps - 1, stages)])
+                    plgpu.barrier_arrive(empty.at[lax.rem(i * steps + steps - 1, stages)])
                     return y
 
                 y = pl.run_scoped(product, plgpu.ACC((tiles.rows, width), jnp.float32))
-                for r in range(0, tiles.rows, WGMMA_ROWS):
-                    rows = slice(r, r + WGMMA_ROWS)
-                    part = pl.ds(row + r, WGMMA_ROWS)
-                    c = plgpu.load(cos.at[part], layout=plgpu.Layout.WGMMA, optimized=False)
-                    s = plgpu.load(sin.at[part], layout=plgpu.Layout.WGMMA, optimized=False)
-                    x1, x2 = y[rows, nope : nope + half], y[rows, nope + half :]
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    nope_smem[wg] = y[rows, :nope].astype(jnp.bfloat16)
-                    left_smem[wg] = (x1 * c - x2 * s).astype(jnp.bfloat16)
-                    right_smem[wg] = (x2 * c + x1 * s).astype(jnp.bfloat16)
-                    plgpu.commit_smem()
-                    at = head * width
-                    plgpu.copy_smem_to_gmem(nope_smem.at[wg], q.at[part, pl.ds(at, nope)], commit_group=False)
-                    plgpu.copy_smem_to_gmem(left_smem.at[wg], q.at[part, pl.ds(at + nope, half)], commit_group=False)
-                    plgpu.copy_smem_to_gmem(right_smem.at[wg], q.at[part, pl.ds(at + nope + half, half)])
+                row = row if tiles.alternate else row + wg * tiles.rows
+                finish(y, row, head, wg, inputs_, outputs_, staging_)
+
             plgpu.wait_smem_to_gmem(0)
 
-    scratch = dict(
-        x_smem=_swizzled((stages, tiles.rows, tiles.depth), 64),
-        w_smem=_swizzled((stages, tiles.depth, width), 64),
-        nope_smem=_swizzled((2, WGMMA_ROWS, nope), 64),
-        left_smem=_swizzled((2, WGMMA_ROWS, half), 32),
-        right_smem=_swizzled((2, WGMMA_ROWS, half), 32),
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        empty=plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=stages) if tiles.cluster > 1 else plgpu.Barrier(num_barriers=stages),
-    )
+    empty = dict(num_arrivals=turns, num_barriers=stages)
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((tokens, heads * width), x.dtype),
-        scratch_types=scratch,
+        out_type=outputs,
+        scratch_types=[
+            _swizzled((stages, tiles.block_rows, step), lanes),
+            _swizzled((stages, step, width), lanes),
+            staging,
+            plgpu.Barrier(num_arrivals=2, num_barriers=(consumers if tiles.alternate else 1, stages)),
+            plgpu.ClusterBarrier(collective_axes=("cluster",), **empty) if shared else plgpu.Barrier(**empty),
+        ],
         grid=(clusters,),
-        grid_names=("grid",),
+        grid_names=("clusters",),
         cluster=(tiles.cluster,),
         cluster_names=("cluster",),
-        num_threads=3,
+        num_threads=consumers + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics[tiles.semantics], unsafe_no_auto_barriers=True),
-        **({} if interpret is None else dict(interpret=interpret)),
+        kernel_name=name,
+        # Safe: nothing that a thread writes to shared memory is read by a thread.
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, unsafe_no_auto_barriers=True
+        ),
+        **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(x, w, cos, sin)
+    return kernel(x, w, *inputs)
+
+
+def _store(parts, staging, wg, to) -> None:
+    """Writes each of `parts`, ROWS rows of a tile, to (array, rows, first column), through shared memory."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for part, buffer in zip(parts, staging, strict=True):
+        buffer[wg] = part.astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    for part, buffer, (array, rows, column) in zip(parts, staging, to, strict=True):
+        target = array.at[rows, pl.ds(column, part.shape[1])]
+        plgpu.copy_smem_to_gmem(buffer.at[wg], target, commit_group=buffer is staging[-1])
+
+
+def _load(ref, layout) -> jax.Array:
+    return plgpu.load(ref, *_INDEX, layout=layout, optimized=False)
+
+
+def _swizzled(shape: tuple[int, ...], columns: int):
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+
+def _staging(width: int, columns: int):
+    """Where both warpgroups put ROWS rows for a bulk copy to memory."""
+    return _swizzled((2, ROWS, width), columns)
+
+
+def _columns(*dims: int) -> int:
+    """Of the widest swizzled tile that divides them all."""
+    return math.gcd(64, *dims)
+
+
+def _stages(tiles: Tiles, step: int, width: int, staging) -> int:
+    """Of the ring: what is asked for, if it fits."""
+    left = SHARED_MEMORY - sum(2 * math.prod(buffer.shape) for buffer in staging)
+    return min(tiles.stages, left // (2 * step * (tiles.block_rows + width)))
+
+
+def _padded(table: jax.Array, tiles: Tiles) -> jax.Array:
+    """With whole tiles of rows: threads read it without looking where it ends."""
+    missing = -table.shape[0] % (tiles.block_rows * tiles.cluster)
+    return jnp.pad(table, ((0, missing), (0, 0))) if missing else table
