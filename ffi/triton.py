@@ -31,6 +31,17 @@ def compile_for(compute_capability: int):
         _capability.reset(token)
 
 
+def compute_capability() -> int | None:
+    """Of the GPU that programs are traced for: that of `compile_for`, else the default device's; None without a GPU."""
+    asked = _capability.get()
+    if asked is not None or _platform() not in ("gpu", "cuda"):
+        return asked
+    device = jax.config.jax_default_device
+    device = device if hasattr(device, "platform") else jax.devices(device)[0]
+    major, _, minor = device.compute_capability.partition(".")  # "10.0"; AMD's have letters
+    return int(major + minor) if (major + minor).isdecimal() else None
+
+
 def unavailable() -> str | None:
     """Why Triton kernels cannot be launched here, or None."""
     absent = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]

@@ -90,6 +90,22 @@ class Residuals(NamedTuple):
 
 def project(static: Static, x: Operand, w: Operand, norm_scale, bias, train: bool = False):
     """[RMSNorm ->] GEMM [+ bias] in x's dtype, and its residuals, for which nothing is made unless `train`."""
+    dtype, how = x.dtype, static.implementation
+    x, w, saved = factors(static, x, w, norm_scale, bias, train)
+    if static.recipe is None:
+        x_read, w_read = operands.read(x, dtype, None, how), operands.read(w, dtype, None, how)
+    else:
+        products = operands.products(dtype)
+        x_read = operands.read(x, products, "rowwise", how)
+        w_read = operands.read(w, products, "columnwise", how)
+    y_dtype = jnp.promote_types(dtype, jnp.float32) if static.widen else dtype
+    y = multiply(x_read, _to_halves(w_read, static), static.contract, y_dtype)
+    return add_bias(y, _to_halves(bias, static)), saved
+
+
+def factors(static: Static, x: Operand, w: Operand, norm_scale, bias, train: bool):
+    """What the GEMM multiplies: x, normalised if it is to be, and w, under "mxfp8" as tensors that have the copies that
+    are read; and the residuals."""
     given, dtype, latent, rstd = x, x.dtype, None, None
     how = static.implementation
     like_x = like_w = None
@@ -100,7 +116,6 @@ def project(static: Static, x: Operand, w: Operand, norm_scale, bias, train: boo
             x, rstd = norm.raw_forward(static.norm, x, norm_scale)
             x = checkpoint_name(x, static.name)
         kept_x, kept_w = None if norm_scale is not None else operands.keep(x), operands.keep(w)
-        x_read, w_read = operands.read(x, dtype, None, how), operands.read(w, dtype, None, how)
     else:
         wants_x, wants_w = train and static.x != "frozen", train and static.w != "frozen"
         if wants_w:
@@ -123,13 +138,7 @@ def project(static: Static, x: Operand, w: Operand, norm_scale, bias, train: boo
         kept_w = operands.keep(w, "rowwise") if wants_x else None
         if static.name is not None:
             kept_x = checkpoint_name(kept_x, static.name)
-        products = operands.products(dtype)
-        x_read = operands.read(x, products, "rowwise", how)
-        w_read = operands.read(w, products, "columnwise", how)
-    y_dtype = jnp.promote_types(dtype, jnp.float32) if static.widen else dtype
-    y = multiply(x_read, _to_halves(w_read, static), static.contract, y_dtype)
-    y = add_bias(y, _to_halves(bias, static))
-    return y, Residuals(latent, rstd, norm_scale, kept_x, kept_w, like_x, like_w, bias) if train else None
+    return x, w, Residuals(latent, rstd, norm_scale, kept_x, kept_w, like_x, like_w, bias) if train else None
 
 
 def project_backward(static: Static, saved: Residuals, dy: Operand) -> tuple:

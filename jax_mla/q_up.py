@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from jax_mla import checks, dispatch, linear, mxfp8, norm, operands, rope, rope_quantize, sharding
+from jax_mla import checks, dispatch, linear, mxfp8, norm, operands, q_up_cudnn, rope, rope_quantize, sharding
 from jax_mla.mxfp8_tensor import MXFP8Tensor
 from jax_mla.operands import Operand
 
@@ -134,7 +134,10 @@ def _backward(implementation: str, static: Static, saved: Residuals, dq):
     return dx, dw, dcos, dsin, dscale, dbias
 
 
-IMPLEMENTATIONS = dispatch.composed(_forward, _backward, "triton", "xla")
+IMPLEMENTATIONS = {
+    "cudnn": q_up_cudnn.implementation(_backward),
+    **dispatch.composed(_forward, _backward, "triton", "xla"),
+}
 
 
 def _choose(static: Static, *args) -> dispatch.Implementation:

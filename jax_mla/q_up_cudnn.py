@@ -1,0 +1,103 @@
+"""`q_up_proj_rope` with NVIDIA's fused kernel for Blackwell: the norm in front of it, the shared backward pass behind.
+
+Compiled and lowered, not run on Blackwell. What it returns is not quantised from float32: docs/blackwell.md.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jax_mla import dispatch, launches, linear, mxfp8, operands, sharding
+from jax_mla.ffi import cudnn
+from jax_mla.mxfp8_tensor import MXFP8Tensor, once_differentiable
+from jax_mla.operands import Operand
+
+
+def implementation(backward: Callable) -> dispatch.Implementation:
+    """For the op's table. backward: the shared one, which takes the name of the implementation of its parts."""
+    return dispatch.Implementation(_forward, lambda *args: backward(_parts(), *args), supports)
+
+
+def _parts() -> str:
+    """The implementation of everything but the kernel."""
+    return "xla" if launches.supports() else "triton"
+
+
+def supports(static=None, *args) -> str | None:
+    if static is None or len(args) == 1:  # this machine; the backward pass, which has other kernels
+        return cudnn.unavailable()
+    return _misfit(static, *args) or cudnn.unavailable()
+
+
+def _misfit(static, x: Operand, w: Operand, cos, sin, norm_scale, bias) -> str | None:
+    """Why the kernel could run these arguments of `q_up_proj_rope` on no machine, or None."""
+    if static.out != "mxfp8":
+        return f"found out={static.out!r}, wants 'mxfp8'"
+    if bias is not None:
+        return "found a bias, which the kernel does not add"
+    if static.rope.output_layout != "halves":
+        return f"found output_layout={static.rope.output_layout!r}, wants 'halves'"
+    dtype = x.dtype if static.project.recipe is None else cudnn.CODES
+    x, w = _array(x), _array(w)
+    *tokens, whole = sharding.spec(x)
+    if whole:
+        return f"found x's last dim sharded over mesh axes {whole}, wants it whole on every device"
+    *rows, length, rank = _shard(x, (*tokens, whole))
+    _, heads, width = _shard(w, ((), _heads(x, w), ()))
+    return cudnn.supports(
+        rows=math.prod(rows),
+        length=length,
+        rank=rank,
+        heads=heads,
+        nope=width - static.rope.rotary_dim,
+        rotary=static.rope.rotary_dim,
+        dtype=dtype,
+    )
+
+
+def _array(x: Operand) -> jax.Array:
+    """What has x's shape, and how it is spread over a mesh."""
+    return x.copy(x.usages[0])[0] if isinstance(x, MXFP8Tensor) else x
+
+
+def _heads(x: jax.Array, w: jax.Array) -> sharding.Axes:
+    """The mesh axes that each device keeps its share of w's heads over: those that do not spread the tokens too."""
+    taken = {axis for axes in sharding.spec(x) for axis in axes}
+    return tuple(axis for axis in sharding.spec(w)[1] if axis not in taken)
+
+
+def _shard(array: jax.Array, spec: tuple[sharding.Axes, ...]) -> list[int]:
+    """The shape of a device's share of what is spread like that."""
+    mesh = jax.typeof(array).sharding.mesh
+    return [n // math.prod(mesh.shape[axis] for axis in axes) for n, axes in zip(array.shape, spec, strict=True)]
+
+
+def _gather(w: jax.Array, heads: sharding.Axes) -> jax.Array:
+    """w [R, H, D] whole on every device but for its heads."""
+    if sharding.spec(w) == ((), heads, ()):
+        return w
+    return sharding.reshard(w, jax.typeof(w).sharding.mesh, PartitionSpec(None, heads or None, None))
+
+
+def _forward(static, train: bool, x: Operand, w: Operand, cos, sin, norm_scale, bias):
+    """q, and what `linear.project_backward` needs (None unless `train`)."""
+    dtype, project = x.dtype, static.project.using(_parts())
+    x, w, saved = linear.factors(project, x, w, norm_scale, bias, train)
+    if project.recipe is None:
+        xs, ws = ((operands.read(a, dtype, None, project.implementation),) for a in (x, w))
+    else:
+        xs, ws = x.copy("rowwise"), w.copy("columnwise")
+    heads = _heads(xs[0], ws[0])
+    ws = tuple(_gather(a, heads) for a in ws)
+    # The kernel reads pairs; `halves` is what the op says of an input in pairs that it would reorder itself.
+    pairs = bool(project.halves) or static.rope.input_layout == "pairs"
+    tokens = " ".join(f"t{i}" for i in range(xs[0].ndim - 1))
+    x_and_w = [f"{tokens} R", "R h D"]
+    rule = ", ".join([*x_and_w, f"{tokens} P", f"{tokens} P", *x_and_w * (len(xs) - 1)])
+    rule += " -> " + ", ".join([f"{tokens} h D"] * 4)
+    kernel = once_differentiable("q_up_proj_rope", functools.partial(cudnn.q_up, pairs))
+    arrays = sharding.local("q_up_proj_rope", rule, kernel, xs[0], ws[0], cos, sin, *xs[1:], *ws[1:])
+    return mxfp8.Static("both", -3, "up", dtype, project.implementation).tensor(*arrays), saved
