@@ -95,14 +95,14 @@ def op_rows(name: str, preset: Preset, tokens: int, repeats: int, seed: int) -> 
 
 def _case_rows(op: str, case: Case, repeats: int) -> list[dict]:
     with jax.default_matmul_precision("highest"):
-        wanted = jax.jit(case.reference)(*case.args)
+        wanted = jax.jit(lambda *args: case.read(case.reference(*args)))(*case.args)
     errors, peaks, timed, sets = {}, {}, {}, [case.args]
     functions = case.candidates | ({} if case.before is None else {"producer": case.before})
     for name, function in functions.items():
         try:
             compiled = jax.jit(function, donate_argnums=(0,) if case.donate else ()).lower(*case.args).compile()
             if name != "producer":
-                errors[name] = error(compiled(*timing.fresh(case.args, case.donate)), wanted)
+                errors[name] = error(jax.jit(case.read)(compiled(*timing.fresh(case.args, case.donate))), wanted)
                 peaks[name] = compiled.memory_analysis().temp_size_in_bytes
             timed[name] = timing.prepare(function, compiled, sets, case.donate)
         except Exception as reason:  # a peer may be too large for the memory, or refuse these shapes; ours says so

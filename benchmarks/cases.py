@@ -17,7 +17,8 @@ class Case:
 
     variant: what tells passes of one direction apart. donate: the first argument's buffer may be reused, and the result
     is its successor. bytes, flops: the fewest that must be moved and done, None where it is the other that counts.
-    before: what is timed and taken off, a producer of the cotangent whose buffer a backward pass may reuse.
+    before: what is timed and taken off, a producer of the cotangent whose buffer a backward pass may reuse. read: what
+    results are compared as.
     """
 
     direction: str  # fwd, bwd or fwd_bwd
@@ -29,6 +30,7 @@ class Case:
     flops: float | None = None
     donate: bool = False
     before: Callable | None = None
+    read: Callable = lambda results: results
 
 
 class Inputs:

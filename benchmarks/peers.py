@@ -206,10 +206,12 @@ DEQUANTIZE = {"jnp_usual": dequantize_usual, "jnp_best": dequantize_best}
 
 def _mxfp8_product(quantize, dequantize):
     """x [B, T, R] . w [R, H, D] in float32, straight through, where every GEMM of both passes multiplies what is left
-    of its operands in MXFP8, blocks along what is contracted, in w's dtype."""
+    of its operands in MXFP8, blocks along what is contracted, in w's dtype. The barrier is what makes it so: on a GPU
+    XLA takes a cast to fp8 and back for excess precision, and drops it."""
 
     def product(equation, dtype, *operands):
-        rounded = (dequantize(*quantize(x, axis), axis, dtype) for x, axis in operands)
+        codes = (jax.lax.optimization_barrier(quantize(x, axis)) for x, axis in operands)
+        rounded = (dequantize(*c, axis, dtype) for c, (_, axis) in zip(codes, operands, strict=True))
         return jnp.einsum(equation, *rounded, preferred_element_type=f32)
 
     @jax.custom_vjp

@@ -1,5 +1,7 @@
 """The up-projections with their norms and rotations: forward, and backward alone."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 
@@ -49,7 +51,7 @@ def _q_up(i: Inputs, recipe, by_hand) -> list[Case]:
     forward = {name: _forward(name, function, recipe) for name, function in functions.items()}
     pulled = {name: backward(function) for name, function in functions.items()}
     best = forward["jnp_best"]
-    fwd = Case("fwd", forward, args, wide(best), bytes=moved(best, *args), flops=gemm)
+    fwd = Case("fwd", forward, args, wide(best), bytes=moved(best, *args), flops=gemm, read=_read(recipe))
     best, args = pulled["jnp_best"], (*args, row)
     touched = moved(best, *args) + size(jax.eval_shape(made, row))
     before = lambda x, w, scale, row: made(row)  # noqa: E731
@@ -90,7 +92,7 @@ def _kv_up(i: Inputs, recipe, by_hand) -> list[Case]:
     forward = {name: _forward(name, function, recipe) for name, function in functions.items()}
     pulled = {name: backward(function) for name, function in functions.items()}
     best = forward["jnp_best"]
-    fwd = Case("fwd", forward, args, wide(best), bytes=moved(best, *args), flops=gemm)
+    fwd = Case("fwd", forward, args, wide(best), bytes=moved(best, *args), flops=gemm, read=_read(recipe))
     best, args = pulled["jnp_best"], (*args, *cotangents)
     return [fwd, Case("bwd", pulled, args, wide(best), bytes=moved(best, *args), flops=2 * gemm)]
 
@@ -104,3 +106,18 @@ def _forward(name: str, function, recipe):
         return codes(x) if isinstance(x, MXFP8Tensor) else peers.QUANTIZE[name](x, -1, 1)
 
     return lambda *args: jax.tree.map(encode, function(*args), is_leaf=lambda x: isinstance(x, MXFP8Tensor))
+
+
+def _read(recipe):
+    """Codes as the values of both copies: a sum in another order moves a code here and there by a step."""
+    if recipe is None:
+        return lambda results: results
+
+    def values(results):
+        arrays = iter(jax.tree.leaves(results))
+        return [
+            peers.dequantize_best(c, s, axis, jnp.float32)
+            for c, s, axis in zip(arrays, arrays, itertools.cycle((-1, 1)))
+        ]  # noqa: B905
+
+    return values
