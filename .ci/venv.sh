@@ -1,5 +1,6 @@
-# Sourced by flax_examples/run and tests/run, from the repository root: `ensure_venv EXTRAS` makes .venv hold this
-# package (editable) with those extras and sets PYTHON. It installs again only when pyproject.toml or the extras change.
+# Sourced by flax_examples/run, tests/run and .ci/blackwell, from the repository root: `ensure_venv EXTRAS` makes .venv
+# hold this package (editable) with those extras and sets PYTHON. It installs again only when pyproject.toml or the extras
+# change. `ensure_cuda_compiler` then adds what compiles for GPUs that are not there.
 
 find_python() {
   local candidate
@@ -27,5 +28,22 @@ ensure_venv() {
     echo "installing jax_mla[$extras] into .venv (a few minutes the first time)" >&2
     "$PYTHON" -m pip install --quiet --disable-pip-version-check --editable ".[$extras]" || return 1
     cp pyproject.toml "$stamp"
+  fi
+}
+
+# Lowering for CUDA asks jax's plugin alone (8 MB), and compiling for a GPU that is not there the library it would load
+# (135 MB), not the CUDA libraries that they would pull in. The library lies apart: beside jax, every process without a
+# GPU that finds it complains of missing CUDA libraries.
+ensure_cuda_compiler() {
+  local version
+  [ "$(uname -sm)" = "Linux x86_64" ] || return 0
+  version=$("$PYTHON" -c 'import importlib.metadata as m; print(m.version("jax"))')
+  pip() { "$PYTHON" -m pip --quiet --disable-pip-version-check "$@"; }
+  if ! pip show jax-cuda13-plugin 2>/dev/null; then
+    pip install --no-deps "jax-cuda13-plugin==$version" || echo "no jax-cuda13-plugin==$version" >&2
+  fi
+  if ! pip show jax-cuda13-pjrt 2>/dev/null && [ ! -d ".venv/pjrt/jax_cuda13_pjrt-$version.dist-info" ]; then
+    rm -rf .venv/pjrt
+    pip install --no-deps --target .venv/pjrt "jax-cuda13-pjrt==$version" || echo "no jax-cuda13-pjrt==$version" >&2
   fi
 }
