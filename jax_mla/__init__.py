@@ -2,8 +2,8 @@
 
 Functions: `mla` (the layer), `init`, and its ops `rope_tables`, `apply_rope`, `apply_rope_kv`, `rms_norm`,
 `q_up_proj_rope`, `kv_up_proj_rope`, `attention`; MXFP8 tensors: `quantize_mxfp8`, `dequantize`, `rms_norm_quantize`,
-`quantize_params`, `swizzle_scales`, `unswizzle_scales`. Flax modules: `jax_mla.linen.MLA`, `jax_mla.nnx.MLA` (import
-them by name: this package itself needs no Flax). Checkpoints: `jax_mla.convert`.
+`quantize_params`, `quantize_swizzled`, `swizzle_scales`, `unswizzle_scales`. Flax modules: `jax_mla.linen.MLA`,
+`jax_mla.nnx.MLA` (import them by name: this package itself needs no Flax). Checkpoints: `jax_mla.convert`.
 
 Shapes: B batch, T query length, S key length, M hidden size, H heads, R q_lora_rank, C kv_lora_rank,
 N qk_nope_head_dim, P qk_rope_head_dim, V v_head_dim, D = N + P.
@@ -12,15 +12,17 @@ N qk_nope_head_dim, P qk_rope_head_dim, V v_head_dim, D = N + P.
 from jax_mla import convert
 from jax_mla.attention import attention
 from jax_mla.config import MLAConfig, RopeConfig, YarnScaling
+from jax_mla.dequantize import dequantize
 from jax_mla.dispatch import implementations
 from jax_mla.kv_up import kv_up_proj_rope
 from jax_mla.layer import mla
-from jax_mla.mxfp8 import dequantize, quantize_mxfp8
+from jax_mla.mxfp8 import quantize_mxfp8
 from jax_mla.mxfp8_tensor import MXFP8Tensor
 from jax_mla.norm import rms_norm
 from jax_mla.norm_quantize import rms_norm_quantize
 from jax_mla.params import init, logical_axes, quantize_params
 from jax_mla.q_up import q_up_proj_rope
+from jax_mla.quantize_swizzled import quantize_swizzled
 from jax_mla.remat import policy as remat_policy
 from jax_mla.rope import apply_rope, rope_tables
 from jax_mla.rope_kv import apply_rope_kv
@@ -47,6 +49,7 @@ __all__ = [
     "q_up_proj_rope",
     "quantize_mxfp8",
     "quantize_params",
+    "quantize_swizzled",
     "remat_policy",
     "rms_norm",
     "rms_norm_quantize",

@@ -29,8 +29,10 @@ _OPS = {
     "kv_up_proj_rope": "jax_mla.kv_up",
     "attention": "jax_mla.attention",
     "quantize_mxfp8": "jax_mla.mxfp8",
+    "dequantize": "jax_mla.dequantize",
     "rms_norm_quantize": "jax_mla.norm_quantize",
     "swizzle_scales": "jax_mla.swizzle",
+    "quantize_swizzled": "jax_mla.quantize_swizzled",
 }
 
 Choice = str | Sequence[str] | None

@@ -141,8 +141,9 @@ def factors(static: Static, x: Operand, w: Operand, norm_scale, bias, train: boo
     return x, w, Residuals(latent, rstd, norm_scale, kept_x, kept_w, like_x, like_w, bias) if train else None
 
 
-def project_backward(static: Static, saved: Residuals, dy: Operand) -> tuple:
-    """Cotangents of x, w, norm_scale and bias. dy may be wider than x, or under "mxfp8", without bias, a tensor."""
+def project_backward(static: Static, saved: Residuals, dy: Operand, summed: jax.Array | None = None) -> tuple:
+    """Cotangents of x, w, norm_scale and bias. dy may be wider than x, or under "mxfp8" a tensor: then `summed` is what
+    bias's cotangent, if there is a bias, is the sum of."""
     latent, rstd, norm_scale, x, w, like_x, like_w, bias = saved
     wants_x, wants_w = static.x != "frozen", static.w != "frozen"
     how = static.implementation
@@ -166,7 +167,7 @@ def project_backward(static: Static, saved: Residuals, dy: Operand) -> tuple:
         dw = _from_halves(weight_cotangent(x_read, columns, like_w, static.contract), static)
     if norm_scale is not None:
         dx, dscale = norm.raw_backward(static.norm, latent, rstd, norm_scale, dx)
-    dbias = None if bias is None else _from_halves(bias_cotangent(dy, bias), static)
+    dbias = None if bias is None else _from_halves(bias_cotangent(dy if summed is None else summed, bias), static)
     dx = operands.give(static.x, static.x_axis, like_x.dtype, dx)
     dw = operands.give(static.w, static.w_axis(like_w.ndim), like_w.dtype, dw)
     return dx, dw, dscale, dbias

@@ -1,4 +1,4 @@
-"""To MXFP8 and back: `quantize_mxfp8` and `dequantize`, gradients straight through the rounding.
+"""To MXFP8: `quantize_mxfp8`, gradients straight through the rounding.
 
 Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5 and 6.3; the arithmetic is in `mxfp8_bits.py`, the
 tensor and how gradients pass through one in `mxfp8_tensor.py`.
@@ -6,7 +6,6 @@ tensor and how gradients pass through one in `mxfp8_tensor.py`.
 
 import dataclasses
 import functools
-import math
 
 import jax
 import numpy as np
@@ -16,15 +15,11 @@ from jax_mla import mxfp8_bits as bits
 from jax_mla.mxfp8_tensor import (
     COPIES,
     MXFP8Tensor,
-    Saved,
     blocked_axis,
-    check,
     check_dtype,
     check_token_axis,
-    cotangent,
     make_proxy,
     once_differentiable,
-    saved,
 )
 
 USAGES = (*COPIES, "both")
@@ -119,21 +114,16 @@ def _straight_through(static: Static, gradient: jax.Array) -> jax.Array:
     return gradient
 
 
+@launches.batched("data")
 def _triton_quantize(static: Static, x: jax.Array) -> tuple[jax.Array, ...]:
     from jax_mla.ffi import triton
     from jax_mla.kernels import mxfp8 as kernels
 
     if x.size == 0:
         return _xla_quantize(static, x)
-    flat = _matrix(x, static)
-    launch = kernels.quantize(*flat.shape, static.usage, static.rounding)
+    flat = launches.matrix(x, static.token_axis if "columnwise" in static.usages else -2)
+    launch = kernels.quantize(*flat.shape, static.usage, static.rounding, arch=triton.arch())
     return static.unflatten(triton.call(launch, flat), x.shape)
-
-
-def _matrix(x: jax.Array, static) -> jax.Array:
-    """x [..., T, ..., K] as rows of tokens, columns of the rest: blocks along K lie in a row, along T in a column."""
-    columns = math.prod(x.shape[x.ndim + static.token_axis + 1 :]) if "columnwise" in static.usages else x.shape[-1]
-    return x.reshape(-1, columns)
 
 
 def _triton_supports(static: Static | None = None, *arrays: jax.Array) -> str | None:
@@ -169,77 +159,3 @@ def _quantize_bwd(static: Static, saved: None, dt: MXFP8Tensor):
 
 
 _quantize.defvjp(_quantize_fwd, _quantize_bwd)
-
-
-def dequantize(t: MXFP8Tensor, dtype=None) -> jax.Array:
-    """The values of t, code * 2^(scale - 127), from its row-wise copy if it has one.
-
-    dtype: bfloat16, float16 or float32; by default t's logical dtype. Exact in float32 and, but for subnormals below
-    2^-133, in bfloat16; else rounded to nearest even, to infinity beyond the dtype's range. Subnormal results are
-    written bit by bit, under jit too; arithmetic on them afterwards may flush them. NaN for scale 255 and code 0x7F.
-
-    Returns [..., K]. Backward: the gradient, in t's logical dtype, on t's proxy; nothing of t is read for it.
-
-    Raises TypeError or ValueError naming the argument.
-    """
-    check("t", t)
-    dtype = t.dtype if dtype is None else check_dtype("dtype", dtype)
-    return _dequantize(dtype, t.only(t.usages[0]))
-
-
-@dataclasses.dataclass(frozen=True)
-class DequantizeStatic:
-    usage: str
-    token_axis: int
-    dtype: np.dtype
-
-    @property
-    def usages(self) -> tuple[str, ...]:
-        return (self.usage,)
-
-
-def _xla_dequantize(static: DequantizeStatic, codes: jax.Array, scales: jax.Array) -> jax.Array:
-    return bits.decode(codes, scales, -1 if static.usage == "rowwise" else static.token_axis, static.dtype)
-
-
-def _triton_dequantize(static: DequantizeStatic, codes: jax.Array, scales: jax.Array) -> jax.Array:
-    from jax_mla.ffi import triton
-    from jax_mla.kernels import mxfp8 as kernels
-
-    if codes.size == 0:
-        return _xla_dequantize(static, codes, scales)
-    flat = _matrix(jax.lax.bitcast_convert_type(codes, jax.numpy.uint8), static)
-    launch = kernels.dequantize(*flat.shape, static.usage, static.dtype.name)
-    return triton.call(launch, flat, scales)[0].reshape(codes.shape)
-
-
-DEQUANTIZE = {
-    "triton": dispatch.Implementation(_triton_dequantize, None, lambda *_: launches.supports()),
-    "xla": dispatch.Implementation(_xla_dequantize, None),
-}
-
-
-def raw_dequantize(dtype: np.dtype, t: MXFP8Tensor, implementation: dispatch.Choice = None) -> jax.Array:
-    """For the rules of ops that take tensors; from t's first copy."""
-    static = DequantizeStatic(t.usages[0], t.token_axis, np.dtype(dtype))
-    chosen = dispatch.choose("dequantize", DEQUANTIZE, implementation)
-    dims = " ".join(f"t{i}" for i in range(t.ndim))
-    rule = f"{dims}, {dims} -> {dims}"
-    forward = once_differentiable("dequantize", functools.partial(chosen.forward, static))
-    return sharding.local("dequantize", rule, forward, *t.copy(t.usages[0]))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dequantize(dtype: np.dtype, t: MXFP8Tensor) -> jax.Array:
-    return raw_dequantize(dtype, t)
-
-
-def _dequantize_fwd(dtype: np.dtype, t: MXFP8Tensor):
-    return raw_dequantize(dtype, t), saved(t)
-
-
-def _dequantize_bwd(dtype: np.dtype, kept: Saved, gradient: jax.Array):
-    return (cotangent(kept, gradient),)
-
-
-_dequantize.defvjp(_dequantize_fwd, _dequantize_bwd)

@@ -71,7 +71,8 @@ def _triton_forward(static: Static, x: jax.Array, scale: jax.Array) -> tuple[jax
         return _xla_forward(static, x, scale)
     flat = launches.flat(x, 1)
     (rstd,) = triton.call(kernels.rstd(*flat.shape, static.norm.eps), flat)
-    launch = kernels.norm_quantize(*flat.shape, static.norm.zero_centered, static.quantize.rounding)
+    settings = static.norm.zero_centered, static.quantize.rounding
+    launch = kernels.norm_quantize(*flat.shape, *settings, arch=triton.arch())
     arrays = triton.call(launch, flat, rstd, scale.reshape(-1))
     return *static.quantize.unflatten(arrays, x.shape), rstd.reshape(x.shape[:-1])
 

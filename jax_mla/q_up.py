@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from jax_mla import checks, dispatch, linear, mxfp8, norm, operands, q_up_cudnn, rope, rope_quantize, sharding
+from jax_mla import checks, dispatch, linear, norm, operands, q_up_cudnn, rope, rope_quantize, sharding
 from jax_mla.mxfp8_tensor import MXFP8Tensor
 from jax_mla.operands import Operand
 
@@ -111,23 +111,23 @@ def _forward(implementation: str, static: Static, train: bool, x, w, cos, sin, n
     """q, and what `linear.project_backward` needs (None unless `train`)."""
     static = static.using(implementation)
     projected, saved = linear.project(static.project, x, w, norm_scale, bias, train)
-    q = rope.raw(static.rope, projected, cos, sin)
-    if static.out is not None:
-        q = mxfp8.raw_quantize(mxfp8.Static("both", -3, "up", x.dtype, implementation), q)
-    return q, saved
+    if static.out is None:
+        return rope.raw(static.rope, projected, cos, sin), saved
+    return rope_quantize.raw(static.rope, projected, cos, sin, x.dtype), saved
 
 
 def _backward(implementation: str, static: Static, saved: Residuals, dq):
     """Cotangents of x, w, cos, sin, norm_scale, bias."""
     static = static.using(implementation)
     project, cos, sin, projected = saved
+    adjoint, summed = static.rope.adjoint(), None
     if static.project.recipe is None:
-        dz = rope.raw(static.rope.adjoint(), dq, cos, sin)
-    elif project.bias is None:  # quantised as it is rotated, where a kernel does both
-        dz = rope_quantize.raw(static.rope.adjoint(), dq, cos, sin)
-    else:
-        dz = rope.raw(static.rope.adjoint(), rope.wide(dq), cos, sin)
-    dx, dw, dscale, dbias = linear.project_backward(static.project, project, dz)
+        dz = rope.raw(adjoint, dq, cos, sin)
+    else:  # quantised as it is rotated, where a kernel does both
+        dz = rope_quantize.raw(adjoint, dq, cos, sin).detach()
+        if project.bias is not None:  # rotated again in the sum over tokens, in float32 and never written
+            summed = rope.raw(dataclasses.replace(adjoint, implementation="xla"), rope.wide(dq), cos, sin)
+    dx, dw, dscale, dbias = linear.project_backward(static.project, project, dz, summed)
     dcos = dsin = None
     if projected is not None:
         dcos, dsin = rope.table_cotangents(static.rope, projected, dq, cos, sin)

@@ -196,7 +196,8 @@ def _triton(static: RopeStatic, x: jax.Array, cos: jax.Array, sin: jax.Array) ->
     flat = launches.flat(x, 2)
     # In a program XLA gives the kernel x's buffer, or a copy where x is read again; nobody gives one up outside.
     copy = not isinstance(x, jax.core.Tracer)
-    launch = kernels.rope(*flat.shape, static.rotary_dim, table, *layouts, static.inverse, x.dtype.name, copy)
+    settings = static.rotary_dim, table, *layouts, static.inverse, x.dtype.name, copy
+    launch = kernels.rope(*flat.shape, *settings, arch=triton.arch())
     return triton.call(launch, flat, cos, sin)[0].reshape(x.shape)
 
 

@@ -89,19 +89,22 @@ def _launch(static: KVStatic, make: str, tokens, heads, rotary, value, cos, sin,
 
     cos, sin, table = launches.tables(cos, sin, tokens)
     sizes = (math.prod(tokens), heads, static.nope_dim, rotary, value, table)
-    launch = getattr(kernels, make)(*sizes, static.input_layout, static.output_layout, dtype.name)
+    launch = getattr(kernels, make)(*sizes, static.input_layout, static.output_layout, dtype.name, arch=triton.arch())
     return triton.call(launch, *arrays, cos, sin)
 
 
+@launches.batched("data", "data", "table", "table")
 def _triton_forward(static: KVStatic, kv, k_pe, cos, sin) -> tuple[jax.Array, jax.Array]:
-    if kv.size == 0 or k_pe.dtype != kv.dtype:
+    if kv.size == 0:
         return _xla_forward(static, kv, k_pe, cos, sin)
     *tokens, heads, width = kv.shape
     sizes = (tuple(tokens), heads, k_pe.shape[-1], width - static.nope_dim)
-    k, v = _launch(static, "split", *sizes, cos, sin, kv.dtype, launches.flat(kv, 2), launches.flat(k_pe, 1))
+    arrays = launches.flat(kv, 2), launches.flat(k_pe, 1).astype(kv.dtype)  # rotated in float32 either way
+    k, v = _launch(static, "split", *sizes, cos, sin, kv.dtype, *arrays)
     return k.reshape(*kv.shape[:-1], -1), v.reshape(*kv.shape[:-1], -1)
 
 
+@launches.batched("data", "data", "table", "table")
 def _triton_backward(static: KVStatic, dk, dv, cos, sin) -> tuple[jax.Array, jax.Array]:
     if dk.size == 0:
         return _xla_backward(static, dk, dv, cos, sin)

@@ -52,7 +52,7 @@ def swizzle_scales(
         token_axis, scales = scales.token_axis, scales.copy(usage)[1]
     static = _check(scales, "scales", usage, token_axis, implementation)
     chosen = dispatch.choose("swizzle_scales", IMPLEMENTATIONS, static.implementation, static, scales)
-    scales_dims, buffer_dims = static.rule(scales.ndim)
+    scales_dims, buffer_dims = rule(scales.ndim, static.token_axis)
     forward = functools.partial(chosen.forward, static)
     return sharding.local("swizzle_scales", f"{scales_dims} -> {buffer_dims}", forward, scales)
 
@@ -76,7 +76,7 @@ def unswizzle_scales(
     checks.dims("buffer", buffer, "... N")
     if buffer.dtype != jnp.uint8 or buffer.shape != wanted:
         raise checks.found("buffer", buffer, f"uint8{list(wanted)} for scales {list(shape)}")
-    scales_dims, buffer_dims = static.rule(len(shape))
+    scales_dims, buffer_dims = rule(len(shape), static.token_axis)
     inverse = functools.partial(_xla_unswizzle, static, rows, blocks)
     return sharding.local("unswizzle_scales", f"{buffer_dims} -> {scales_dims}", inverse, buffer)
 
@@ -93,11 +93,12 @@ class Static:
         lead = shape[: self.token_axis] + shape[self.token_axis + 1 : -1]
         return (*lead, tokens, last) if self.usage == "rowwise" else (*lead, last, tokens)
 
-    def rule(self, ndim: int) -> tuple[str, str]:
-        """`sharding.local`'s names for scales and buffer."""
-        names = [f"b{i}" for i in range(ndim - 1)] + ["K"]
-        names[self.token_axis] = "T"
-        return " ".join(names), " ".join(name for name in names if name not in "TK") + " N"
+
+def rule(ndim: int, token_axis: int) -> tuple[str, str]:
+    """`sharding.local`'s names for scales, or what they are of, and for the tiles."""
+    names = [f"b{i}" for i in range(ndim - 1)] + ["K"]
+    names[token_axis] = "T"
+    return " ".join(names), " ".join(name for name in names if name not in "TK") + " N"
 
 
 def _check(scales, argument: str, usage: str, token_axis: int | None, implementation: dispatch.Choice) -> Static:
@@ -141,6 +142,7 @@ def _xla_unswizzle(static: Static, rows: int, blocks: int, buffer: jax.Array) ->
     return jnp.moveaxis(matrices, -2, static.token_axis)
 
 
+@launches.batched("data")
 def _triton_swizzle(static: Static, scales: jax.Array) -> jax.Array:
     from jax_mla.ffi import triton
     from jax_mla.kernels import mxfp8 as kernels

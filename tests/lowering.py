@@ -1,6 +1,6 @@
 """Traces and lowers every op for CUDA on a machine without a GPU: `python tests/lowering.py 90` prints, as JSON, the
-number of custom calls in each program. A process of its own: the tests of kernels need Triton's interpreter, which is
-chosen when triton is imported.
+number of custom calls in each program, which programs loop and which add up over devices. A process of its own: the
+tests of kernels need Triton's interpreter, which is chosen when triton is imported.
 """
 
 import json
@@ -9,9 +9,11 @@ import re
 import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jax_mla.ffi.triton import TARGETS, compile_for
 
 from jax_mla import (
@@ -99,7 +101,15 @@ OPS = {
 }
 FORWARD = {
     "swizzle_scales": (lambda s: swizzle_scales(s, token_axis=-3, **ONE), [array(B, T, H, 6, dtype=jnp.uint8)]),
-    "vmap": (jax.vmap(lambda x: apply_rope(x, *tables(), rotary_dim=64, **ONE)), [array(5, B, T, H, 192)]),
+    "vmap swizzle_scales": (
+        jax.vmap(lambda s: swizzle_scales(s, token_axis=-3, **ONE)),
+        [array(B, T, H, 6, dtype=jnp.uint8)],
+    ),
+    "vmap tables": (
+        jax.vmap(lambda x, c, s: apply_rope(x, c, s, rotary_dim=64, **ONE), (None, 0, 0)),
+        [array(T, H, 192), *[array(B, T, 32, dtype=jnp.float32)] * 2],
+    ),
+    "vmap weights": (jax.vmap(lambda x, s: rms_norm(x, s, 1e-6, **ONE)), [LATENT, array(B, 512)]),
     "scan": (
         lambda x: jax.lax.scan(lambda c, _: (apply_rope(c, *tables(), rotary_dim=64, **ONE), None), x, length=3),
         [X],
@@ -107,16 +117,37 @@ FORWARD = {
 }
 
 
-def calls(function, arguments) -> list[str]:
-    lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
-    return re.findall(r"custom_call @(\w+)", lowered.as_text())
+# Under two vmaps that share the weights; gradients of each entry. The rows are as many as without, in other shapes.
+VMAPPED = ("apply_rope", "apply_rope_kv", "rms_norm", "quantize_mxfp8", "rms_norm_quantize", "kv_up_proj_rope")
+
+
+def vmapped(name):
+    function, arguments = OPS[name]
+    axes = [0 if a.shape[0] == B else None for a in arguments]
+    arguments = [a if axis is None else array(B, 1, 1, *a.shape[1:]) for a, axis in zip(arguments, axes, strict=True)]
+    return jax.vmap(jax.vmap(with_gradients(function), axes), axes), arguments
+
+
+def spread():
+    """The gradient of a scale that rows on two devices read."""
+    mesh = jax.make_mesh((2,), ("data",))
+    x = jax.ShapeDtypeStruct(LATENT.shape, BF16, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    return jax.grad(lambda s, x: jnp.sum(rms_norm(x, s, 1e-6, **ONE).astype(jnp.float32))), [SCALE, x]
+
+
+def lowered(function, arguments) -> str:
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def main(capability: int, *names: str) -> None:
+    programs = {n: (with_gradients(f), a) for n, (f, a) in OPS.items()} | FORWARD
+    programs |= {f"vmap {name}": vmapped(name) for name in VMAPPED} | {"spread": spread()}
     with compile_for(capability):
-        found = {n: calls(with_gradients(f), a) for n, (f, a) in OPS.items() if n in names or not names}
-        found |= {n: calls(f, a) for n, (f, a) in FORWARD.items() if n in names or not names}
-    print(json.dumps({name: sum(target in TARGETS for target in targets) for name, targets in found.items()}))
+        texts = {name: lowered(*p) for name, p in programs.items() if name in names or not names}
+    found = {n: sum(target in TARGETS for target in re.findall(r"custom_call @(\w+)", t)) for n, t in texts.items()}
+    loops = [name for name, text in texts.items() if "stablehlo.while" in text]
+    sums = [name for name, text in texts.items() if "all_reduce" in text]
+    print(json.dumps(found | {"loops": loops, "sums over devices": sums}))
 
 
 if __name__ == "__main__":

@@ -54,8 +54,10 @@ def test_implementations_say_what_runs_here_and_why_the_rest_does_not():
         "kv_up_proj_rope",
         "attention",
         "quantize_mxfp8",
+        "dequantize",
         "rms_norm_quantize",
         "swizzle_scales",
+        "quantize_swizzled",
     }
     for reasons in report.values():
         assert list(reasons) == list(dispatch.NAMES) and reasons["xla"] == ""

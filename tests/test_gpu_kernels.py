@@ -19,6 +19,7 @@ from jax_mla import (
     mla,
     q_up_proj_rope,
     quantize_mxfp8,
+    quantize_swizzled,
     rms_norm,
     rms_norm_quantize,
     rope_tables,
@@ -181,6 +182,17 @@ def test_vmap():
         for i in ("triton", "xla")
     )
     assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("shape,token_axis", [((B, T, H, N + PE), -3), ((B, 256, 1536), -2), ((3, 40, 64), -2)])
+def test_tiled_scales_in_the_same_pass(shape, token_axis):
+    """40 tokens are no whole blocks: there row-wise, in two launches."""
+    (x,) = inputs(shape)
+    for usage in ("rowwise",) if shape[1] == 40 else ("rowwise", "columnwise", "both"):
+        found, wanted = (
+            quantize_swizzled(x, usage=usage, token_axis=token_axis, implementation=i) for i in ("triton", "xla")
+        )
+        assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("recipe", [None, "mxfp8"])

@@ -16,8 +16,7 @@ from judge import assert_same, draw
 from reference import GRID, MIDDLES, nearest_even
 from reference import mxfp8 as oracle
 
-from jax_mla import mxfp8, mxfp8_bits
-from jax_mla.mxfp8 import MXFP8Tensor, dequantize, quantize_mxfp8
+from jax_mla import MXFP8Tensor, dequantize, mxfp8, mxfp8_bits, mxfp8_tensor, quantize_mxfp8
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROUNDINGS = ("up", "ocp")
@@ -225,6 +224,9 @@ def test_dequantize_prefers_the_rowwise_copy_and_takes_a_dtype():
     assert not np.array_equal(dequantize(t), dequantize(other))
     assert dequantize(t, jnp.bfloat16).dtype == jnp.bfloat16
     assert_same(dequantize(t.bytes().detach()), dequantize(t))
+    for implementation in ("xla", ["mosaic", "xla"]):
+        assert_same(dequantize(t, implementation=implementation), dequantize(t))
+    assert_same(jax.grad(lambda x: jnp.sum(dequantize(quantize_mxfp8(x), implementation="xla")))(x), jnp.ones_like(x))
     step = np.abs(np.asarray(x)).reshape(64, 2, 32).max(-1, keepdims=True) / 16
     assert np.all(np.abs(np.asarray(x - dequantize(t)).reshape(64, 2, 32)) <= step)
 
@@ -447,6 +449,9 @@ REFUSED = {
     "implementation": (lambda: quantize_mxfp8(X, implementation="cuda"), "implementation: found 'cuda'"),
     "no kernel": (lambda: quantize_mxfp8(X, implementation="mosaic"), "quantize_mxfp8: found no implementation"),
     "an array": (lambda: dequantize(X), r"t: found float32\[32, 64\], wanted an MXFP8Tensor"),
+    "dequantised": (lambda: dequantize(quantize_mxfp8(X), implementation="cuda"), "implementation: found 'cuda'"),
+    "dequantised, 3": (lambda: dequantize(quantize_mxfp8(X), implementation=3), "implementation: found 3"),
+    "no kernel back": (lambda: dequantize(quantize_mxfp8(X), implementation="mosaic"), "dequantize: found no impl"),
     "float64": (lambda: dequantize(quantize_mxfp8(X), jnp.float64), "dtype: found dtype float64"),
     "empty": (
         lambda: dequantize(MXFP8Tensor(None, None, None, None, "float32", -2)),
@@ -466,7 +471,7 @@ REFUSED = {
         lambda: dequantize(dataclasses.replace(quantize_mxfp8(X), proxy=X[0])),
         r"t.proxy: found float32\[64\], wanted None or float32\[32, 64\]",
     ),
-    "missing": (lambda: mxfp8.check("w", quantize_mxfp8(X), "columnwise"), "w: found .* with a columnwise copy"),
+    "missing": (lambda: mxfp8_tensor.check("w", quantize_mxfp8(X), "columnwise"), "w: found .* with a columnwise copy"),
 }
 
 

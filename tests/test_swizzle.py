@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from judge import assert_same
 
-from jax_mla.mxfp8 import MXFP8Tensor, dequantize, quantize_mxfp8
+from jax_mla import MXFP8Tensor, dequantize, quantize_mxfp8, quantize_swizzled
 from jax_mla.swizzle import swizzle_scales, unswizzle_scales
 
 
@@ -155,3 +155,27 @@ def test_bad_input_is_named(case):
     call, message = REFUSED[case]
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
         call()
+
+
+@pytest.mark.parametrize("usage", ["rowwise", "columnwise", "both"])
+@pytest.mark.parametrize("shape,token_axis", [((64, 96), -2), ((2, 32, 3, 64), -3), ((2, 3, 160, 32), -2)])
+def test_quantize_swizzled_is_quantize_then_swizzle(shape, token_axis, usage):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.bfloat16)
+    options = dict(usage=usage, token_axis=token_axis, rounding="ocp")
+    t = quantize_mxfp8(x, **options)
+    wanted = []
+    for copy in t.usages:
+        wanted += [t.copy(copy)[0], swizzle_scales(t, usage=copy)]
+    assert_same(jax.jit(lambda x: quantize_swizzled(x, **options))(x), tuple(wanted))
+
+
+def test_quantize_swizzled_refuses():
+    x = jnp.zeros((64, 48))
+    with pytest.raises(ValueError, match=r"x: found axis -1 of size 48"):
+        quantize_swizzled(x)
+    with pytest.raises(ValueError, match="usage: found 'rows'"):
+        quantize_swizzled(x, usage="rows")
+    with pytest.raises(NotImplementedError, match="quantize_swizzled: .*'mosaic'"):
+        quantize_swizzled(x[:, :32], implementation="mosaic")
+    with pytest.raises(NotImplementedError, match="second derivative|quantize_swizzled"):
+        jax.grad(lambda x: quantize_swizzled(x)[0].astype(jnp.float32).sum())(x[:, :32])
