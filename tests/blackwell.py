@@ -5,6 +5,7 @@ there (and which is it), and how many clusters does it hold. A process of its ow
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from jax_mla.ffi import cudnn
 from jax_mla.ffi.triton import compile_for
 
-from jax_mla import q_up_proj_rope
+from jax_mla import MLAConfig, init, mla, q_up_proj_rope
 
 # What differs from an H200.
 B200 = {
@@ -60,6 +61,7 @@ def main() -> None:
             found["kernels"] = kernels(Path(folder))
             found["sharded"] = {recipe: program(recipe, devices[0], mesh) for recipe in ("bfloat16", "mxfp8")}
             found["vmap"] = vmapped()
+            found["layer"] = [layer(how) for how in (None, ("cudnn", "triton", "xla"), ("triton", "xla"))]
     print(json.dumps(found))
 
 
@@ -201,6 +203,19 @@ def vmapped() -> dict:
     traced = jax.jit(jax.vmap(run, (0, None, None, None))).trace(*(jax.ShapeDtypeStruct(*a) for a in arrays))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     return {"calls": text.count(f"@{cudnn.TARGET}"), "loops": text.count("stablehlo.while")}
+
+
+def layer(implementation) -> int:
+    """How often a layer's training step launches NVIDIA's kernel."""
+    config = dataclasses.replace(MLAConfig.deepseek_v3(), hidden_size=256, num_heads=8)
+    params = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
+
+    def loss(params, x):
+        return jnp.sum(mla(params, x, config, recipe="mxfp8", implementation=implementation).astype(jnp.float32))
+
+    x = jax.ShapeDtypeStruct((1, 128, config.hidden_size), jnp.bfloat16)
+    text = jax.jit(jax.grad(loss, (0, 1))).trace(params, x).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count(f"@{cudnn.TARGET}")
 
 
 if __name__ == "__main__":

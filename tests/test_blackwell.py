@@ -77,3 +77,8 @@ def test_a_training_step_for_four_b200s(found, recipe):
 
 def test_vmap_loops(found):
     assert found["vmap"] == {"calls": 1, "loops": 1}
+
+
+def test_the_layer_uses_it(found):
+    """By itself, and where it is named first."""
+    assert found["layer"] == [1, 1, 0]
