@@ -27,7 +27,7 @@ from gpu_programs import H200, use_compiler
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax_mla.ffi import cudnn
-from jax_mla.ffi.triton import compile_for
+from jax_mla.ffi.triton import TARGETS, compile_for
 
 from jax_mla import MLAConfig, init, mla, q_up_proj_rope
 
@@ -43,6 +43,7 @@ B200 = {
 }
 # DeepSeek-V3's queries.
 B, S, RANK, H, NOPE, ROTARY = 2, 2048, 1536, 128, 128, 64
+NAMES = dict.fromkeys(TARGETS, "triton") | {cudnn.TARGET: "cudnn", "__cublas$lt$matmul": "cublas"}
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -160,7 +161,7 @@ def program(recipe: str, device, mesh: Mesh | None = None) -> dict:
     )
     return {
         "lowered": Counter(re.findall(r"custom_call @(\w+)", lowered.as_text()))[cudnn.TARGET],
-        "compiled": Counter(re.findall(r'custom_call_target="([^"]+)"', entry)),
+        "compiled": Counter(NAMES.get(name, name) for name in re.findall(r'custom_call_target="([^"]+)"', entry)),
         "results": re.sub(r"\{.*?\}", "", results),
         "moved": moved,
         "saved": saved["cudnn"],
