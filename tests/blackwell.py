@@ -61,6 +61,7 @@ def main() -> None:
             found["programs"] = {recipe: program(recipe, devices[0]) for recipe in ("bfloat16", "mxfp8")}
             found["kernels"] = kernels(Path(folder))
             found["sharded"] = {recipe: program(recipe, devices[0], mesh) for recipe in ("bfloat16", "mxfp8")}
+            found["shard_map"] = manual(devices)
             found["vmap"] = vmapped()
             found["layer"] = [layer(how) for how in (None, ("cudnn", "triton", "xla"), ("triton", "xla"))]
     print(json.dumps(found))
@@ -167,6 +168,32 @@ def program(recipe: str, device, mesh: Mesh | None = None) -> dict:
         "saved": saved["cudnn"],
         "saved by triton": saved["triton"],
     }
+
+
+def manual(devices) -> int:
+    """How often a device of four launches the kernel inside `shard_map`, which checks what differs between devices."""
+    mesh = Mesh(np.reshape(devices, (2, 2)), ("data", "model"))
+    rows, heads = PartitionSpec("data"), PartitionSpec(None, "model")
+
+    def step(x, w, table):
+        def forward(x, w):
+            q = q_up_proj_rope(x, w, table, table, nope_dim=NOPE, recipe="mxfp8", out="mxfp8", implementation="cudnn")
+            return q.proxy, q.detach()
+
+        seed, pullback, q = jax.vjp(forward, x, w, has_aux=True)
+        return q, pullback(seed * 0.5)
+
+    returned = PartitionSpec("data", None, "model"), (rows, heads)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(rows, heads, PartitionSpec()), out_specs=returned)
+    arrays = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in (
+            ((2, 128, 256), jnp.bfloat16, rows),
+            ((256, 16, 192), jnp.float32, heads),
+            ((128, ROTARY // 2), jnp.float32, PartitionSpec()),
+        )
+    ]
+    return jax.jit(mapped).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text().count(f"@{cudnn.TARGET}")
 
 
 def shapes(tree) -> list[str]:

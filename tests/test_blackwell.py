@@ -71,7 +71,9 @@ def test_a_training_step_for_four_b200s(found, recipe):
     assert program["moved"] == gathered | {"all-reduce bf16": 1, "reduce-scatter f32": 1}
 
 
-def test_vmap_loops(found):
+def test_shard_map_and_vmap(found):
+    """Inside the first each device launches it on its share; the second loops."""
+    assert found["shard_map"] == 1
     assert found["vmap"] == {"calls": 1, "loops": 1}
 
 
