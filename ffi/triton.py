@@ -52,12 +52,6 @@ def unavailable() -> str | None:
     return None
 
 
-def arch() -> int:
-    """The compute capability, 90 or 100, that block sizes are looked up for: what is traced for, else the GPU here."""
-    here = getattr(jax.devices()[0], "compute_capability", "9.0")
-    return _capability.get() or int(str(here).replace(".", ""))
-
-
 def _platform() -> str:
     """Where a program that says nothing else will run."""
     device = jax.config.jax_default_device  # a device, a platform's name, or None

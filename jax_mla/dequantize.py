@@ -48,7 +48,7 @@ def _triton(static: Static, codes: jax.Array, scales: jax.Array) -> jax.Array:
         return _xla(static, codes, scales)
     code_bytes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
     flat = launches.matrix(code_bytes, static.token_axis if static.usage == "columnwise" else -2)
-    launch = kernels.dequantize(*flat.shape, static.usage, static.dtype.name, arch=triton.arch())
+    launch = kernels.dequantize(*flat.shape, static.usage, static.dtype.name, arch=triton.compute_capability())
     return triton.call(launch, flat, scales)[0].reshape(codes.shape)
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from jax_mla import checks, dispatch, linear, mxfp8, norm, operands, rope, rope_kv, sharding
+from jax_mla import checks, dispatch, linear, mxfp8, norm, operands, rope, rope_kv, sharding, up_mosaic
 from jax_mla.mxfp8_tensor import MXFP8Tensor
 from jax_mla.operands import Operand
 from jax_mla.q_up import check_norm
@@ -116,7 +116,10 @@ def _backward(implementation: str, static: Static, saved: Residuals, dk, dv):
     return dx, dw, dk_pe, dcos, dsin, dscale, dbias
 
 
-IMPLEMENTATIONS = dispatch.composed(_forward, _backward, "triton", "xla")
+IMPLEMENTATIONS = {
+    **dispatch.composed(_forward, _backward, "triton", "xla"),
+    "mosaic": up_mosaic.implementation(up_mosaic.kv_forward, _backward),  # by name alone, as in q_up
+}
 
 
 def _choose(static: Static, *args) -> dispatch.Implementation:

@@ -99,8 +99,8 @@ def project(static: Static, x: Operand, w: Operand, norm_scale, bias, train: boo
         x_read = operands.read(x, products, "rowwise", how)
         w_read = operands.read(w, products, "columnwise", how)
     y_dtype = jnp.promote_types(dtype, jnp.float32) if static.widen else dtype
-    y = multiply(x_read, _to_halves(w_read, static), static.contract, y_dtype)
-    return add_bias(y, _to_halves(bias, static)), saved
+    y = multiply(x_read, to_halves(w_read, static), static.contract, y_dtype)
+    return add_bias(y, to_halves(bias, static)), saved
 
 
 def factors(static: Static, x: Operand, w: Operand, norm_scale, bias, train: bool):
@@ -162,12 +162,12 @@ def project_backward(static: Static, saved: Residuals, dy: Operand, summed: jax.
             columns, x_read = (operands.read(a, products, "columnwise", how) for a in (t, x))
     dx = dw = dscale = None
     if wants_x:
-        dx = input_cotangent(rows, _to_halves(w_read, static), like_x, static.contract)
+        dx = input_cotangent(rows, to_halves(w_read, static), like_x, static.contract)
     if wants_w:
-        dw = _from_halves(weight_cotangent(x_read, columns, like_w, static.contract), static)
+        dw = from_halves(weight_cotangent(x_read, columns, like_w, static.contract), static)
     if norm_scale is not None:
         dx, dscale = norm.raw_backward(static.norm, latent, rstd, norm_scale, dx)
-    dbias = None if bias is None else _from_halves(bias_cotangent(dy if summed is None else summed, bias), static)
+    dbias = None if bias is None else from_halves(bias_cotangent(dy if summed is None else summed, bias), static)
     dx = operands.give(static.x, static.x_axis, like_x.dtype, dx)
     dw = operands.give(static.w, static.w_axis(like_w.ndim), like_w.dtype, dw)
     return dx, dw, dscale, dbias
@@ -221,7 +221,7 @@ def _letters(x: jax.Array, w: jax.Array, contract: int) -> tuple[str, str, str]:
     return _LETTERS[w.ndim : w.ndim + x.ndim - contract], inner, outer
 
 
-def _to_halves(w: jax.Array | None, static: Static) -> jax.Array | None:
+def to_halves(w: jax.Array | None, static: Static) -> jax.Array | None:
     """w [..., D] with its last `halves` dims reordered from pairs to halves.
 
     Reordering the weight once moves R H P numbers; reordering what it produces moves T H P, twice a training step.
@@ -229,7 +229,7 @@ def _to_halves(w: jax.Array | None, static: Static) -> jax.Array | None:
     return w if w is None or not static.halves else _reorder(w, static.halves, "pairs", "halves")
 
 
-def _from_halves(w: jax.Array, static: Static) -> jax.Array:
+def from_halves(w: jax.Array, static: Static) -> jax.Array:
     return _reorder(w, static.halves, "halves", "pairs") if static.halves else w
 
 

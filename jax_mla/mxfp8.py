@@ -122,7 +122,7 @@ def _triton_quantize(static: Static, x: jax.Array) -> tuple[jax.Array, ...]:
     if x.size == 0:
         return _xla_quantize(static, x)
     flat = launches.matrix(x, static.token_axis if "columnwise" in static.usages else -2)
-    launch = kernels.quantize(*flat.shape, static.usage, static.rounding, arch=triton.arch())
+    launch = kernels.quantize(*flat.shape, static.usage, static.rounding, arch=triton.compute_capability())
     return static.unflatten(triton.call(launch, flat), x.shape)
 
 

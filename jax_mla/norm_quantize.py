@@ -72,7 +72,7 @@ def _triton_forward(static: Static, x: jax.Array, scale: jax.Array) -> tuple[jax
     flat = launches.flat(x, 1)
     (rstd,) = triton.call(kernels.rstd(*flat.shape, static.norm.eps), flat)
     settings = static.norm.zero_centered, static.quantize.rounding
-    launch = kernels.norm_quantize(*flat.shape, *settings, arch=triton.arch())
+    launch = kernels.norm_quantize(*flat.shape, *settings, arch=triton.compute_capability())
     arrays = triton.call(launch, flat, rstd, scale.reshape(-1))
     return *static.quantize.unflatten(arrays, x.shape), rstd.reshape(x.shape[:-1])
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from jax_mla import checks, dispatch, linear, norm, operands, q_up_cudnn, rope, rope_quantize, sharding
+from jax_mla import checks, dispatch, linear, norm, operands, q_up_cudnn, rope, rope_quantize, sharding, up_mosaic
 from jax_mla.mxfp8_tensor import MXFP8Tensor
 from jax_mla.operands import Operand
 
@@ -35,7 +35,8 @@ def q_up_proj_rope(
     recipe: None, or "mxfp8": the GEMMs of both passes multiply MXFP8, quantised from the float32 norm, from w and from
     the float32 inverse RoPE of q's cotangent. x (if norm_scale is None) and w may be an `MXFP8Tensor`, of token_axis -2
     and -3, under either recipe; what it misses for a pass raises, and without a proxy it gets no gradient.
-    out: None, or "mxfp8": q is an `MXFP8Tensor` with both copies, token_axis -3, quantised from float32.
+    out: None, or "mxfp8": q is an `MXFP8Tensor` with both copies, token_axis -3, quantised from float32. (NVIDIA's
+    kernel, "cudnn", rounds to bfloat16 on the way: docs/blackwell.md.)
 
     Returns q [..., T, H, D] in x's dtype: GEMM with float32 accumulation, bias and RoPE in float32.
     Backward: inverse RoPE, dgrad and wgrad GEMMs, bias and RMSNorm gradients; dW, dbias and dscale come from float32
@@ -137,6 +138,7 @@ def _backward(implementation: str, static: Static, saved: Residuals, dq):
 IMPLEMENTATIONS = {
     "cudnn": q_up_cudnn.implementation(_backward),
     **dispatch.composed(_forward, _backward, "triton", "xla"),
+    "mosaic": up_mosaic.implementation(up_mosaic.q_forward, _backward),  # by name alone: not timed within the op yet
 }
 
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jax_mla import dispatch, launches, linear, mxfp8, operands, sharding
 from jax_mla.ffi import cudnn
@@ -45,8 +44,8 @@ def _misfit(static, x: Operand, w: Operand, cos, sin, norm_scale, bias) -> str |
     *tokens, whole = sharding.spec(x)
     if whole:
         return f"found x's last dim sharded over mesh axes {whole}, wants it whole on every device"
-    *rows, length, rank = _shard(x, (*tokens, whole))
-    _, heads, width = _shard(w, ((), _heads(x, w), ()))
+    *rows, length, rank = sharding.shard_shape(x, (*tokens, whole))
+    _, heads, width = sharding.shard_shape(w, ((), sharding.own_heads(x, w), ()))
     return cudnn.supports(
         rows=math.prod(rows),
         length=length,
@@ -63,25 +62,6 @@ def _array(x: Operand) -> jax.Array:
     return x.copy(x.usages[0])[0] if isinstance(x, MXFP8Tensor) else x
 
 
-def _heads(x: jax.Array, w: jax.Array) -> sharding.Axes:
-    """The mesh axes that each device keeps its share of w's heads over: those that do not spread the tokens too."""
-    taken = {axis for axes in sharding.spec(x) for axis in axes}
-    return tuple(axis for axis in sharding.spec(w)[1] if axis not in taken)
-
-
-def _shard(array: jax.Array, spec: tuple[sharding.Axes, ...]) -> list[int]:
-    """The shape of a device's share of what is spread like that."""
-    mesh = jax.typeof(array).sharding.mesh
-    return [n // math.prod(mesh.shape[axis] for axis in axes) for n, axes in zip(array.shape, spec, strict=True)]
-
-
-def _gather(w: jax.Array, heads: sharding.Axes) -> jax.Array:
-    """w [R, H, D] whole on every device but for its heads."""
-    if sharding.spec(w) == ((), heads, ()):
-        return w
-    return sharding.reshard(w, jax.typeof(w).sharding.mesh, PartitionSpec(None, heads or None, None))
-
-
 def _forward(static, train: bool, x: Operand, w: Operand, cos, sin, norm_scale, bias):
     """q, and what `linear.project_backward` needs (None unless `train`)."""
     dtype, project = x.dtype, static.project.using(_parts())
@@ -90,8 +70,8 @@ def _forward(static, train: bool, x: Operand, w: Operand, cos, sin, norm_scale, 
         xs, ws = ((operands.read(a, dtype, None, project.implementation),) for a in (x, w))
     else:
         xs, ws = x.copy("rowwise"), w.copy("columnwise")
-    heads = _heads(xs[0], ws[0])
-    ws = tuple(_gather(a, heads) for a in ws)
+    heads = sharding.own_heads(xs[0], ws[0])
+    ws = tuple(sharding.gather_but_heads(a, heads) for a in ws)
     # The kernel reads pairs; `halves` is what the op says of an input in pairs that it would reorder itself.
     pairs = bool(project.halves) or static.rope.input_layout == "pairs"
     tokens = " ".join(f"t{i}" for i in range(xs[0].ndim - 1))

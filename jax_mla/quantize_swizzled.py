@@ -56,7 +56,9 @@ def _triton(static: mxfp8.Static, x: jax.Array) -> tuple[jax.Array, ...]:
     if x.size == 0 or kernels.supports_tiled(tokens, dims) is not None:
         return _composed("triton", static, x)
     flat = launches.matrix(x, static.token_axis)
-    launch = kernels.quantize(*flat.shape, static.usage, static.rounding, (tokens, dims), arch=triton.arch())
+    launch = kernels.quantize(
+        *flat.shape, static.usage, static.rounding, (tokens, dims), arch=triton.compute_capability()
+    )
     lead = swizzle.Static(static.usage, static.token_axis, "triton").matrices(x.shape)[:-2]
     arrays = triton.call(launch, flat)
     codes = [jax.lax.bitcast_convert_type(a, mxfp8.bits.CODES).reshape(x.shape) for a in arrays[0::2]]

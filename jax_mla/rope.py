@@ -197,7 +197,7 @@ def _triton(static: RopeStatic, x: jax.Array, cos: jax.Array, sin: jax.Array) ->
     # In a program XLA gives the kernel x's buffer, or a copy where x is read again; nobody gives one up outside.
     copy = not isinstance(x, jax.core.Tracer)
     settings = static.rotary_dim, table, *layouts, static.inverse, x.dtype.name, copy
-    launch = kernels.rope(*flat.shape, *settings, arch=triton.arch())
+    launch = kernels.rope(*flat.shape, *settings, arch=triton.compute_capability())
     return triton.call(launch, flat, cos, sin)[0].reshape(x.shape)
 
 

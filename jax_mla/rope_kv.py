@@ -89,7 +89,9 @@ def _launch(static: KVStatic, make: str, tokens, heads, rotary, value, cos, sin,
 
     cos, sin, table = launches.tables(cos, sin, tokens)
     sizes = (math.prod(tokens), heads, static.nope_dim, rotary, value, table)
-    launch = getattr(kernels, make)(*sizes, static.input_layout, static.output_layout, dtype.name, arch=triton.arch())
+    launch = getattr(kernels, make)(
+        *sizes, static.input_layout, static.output_layout, dtype.name, arch=triton.compute_capability()
+    )
     return triton.call(launch, *arrays, cos, sin)
 
 

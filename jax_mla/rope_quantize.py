@@ -38,5 +38,5 @@ def _triton(static: rope.RopeStatic, quantization: mxfp8.Static, x, cos, sin) ->
     layouts = (static.input_layout, static.output_layout)[:: -1 if static.inverse else 1]
     flat = launches.flat(x, 2)
     settings = static.rotary_dim, table, *layouts, static.inverse
-    launch = kernels.rope_quantize(*flat.shape, *settings, arch=triton.arch())
+    launch = kernels.rope_quantize(*flat.shape, *settings, arch=triton.compute_capability())
     return quantization.unflatten(triton.call(launch, flat, cos, sin), x.shape)

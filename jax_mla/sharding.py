@@ -84,6 +84,25 @@ def follow(parameter: jax.Array, y: jax.Array | None = None) -> jax.Array:
     return parameter if mesh is None or spec(parameter) == wanted else reshard(parameter, mesh, _partition(wanted))
 
 
+def own_heads(x: jax.Array, w: jax.Array) -> Axes:
+    """The mesh axes that each device keeps its share of the heads of w [R, H, D] over: those that do not spread x."""
+    taken = {axis for axes in spec(x) for axis in axes}
+    return tuple(axis for axis in spec(w)[1] if axis not in taken)
+
+
+def gather_but_heads(w: jax.Array, heads: Axes) -> jax.Array:
+    """w [R, H, D] whole on every device but for its heads, which are spread over `heads`."""
+    if spec(w) == ((), heads, ()):
+        return w
+    return reshard(w, jax.typeof(w).sharding.mesh, PartitionSpec(None, heads or None, None))
+
+
+def shard_shape(array: jax.Array, dims: tuple[Axes, ...]) -> list[int]:
+    """Of a device's share of an array whose dims are spread over those mesh axes."""
+    mesh = jax.typeof(array).sharding.mesh
+    return [n // math.prod(mesh.shape[axis] for axis in axes) for n, axes in zip(array.shape, dims, strict=True)]
+
+
 def values(primals: tuple) -> tuple:
     """The arguments behind what a forward rule that asks for `symbolic_zeros` is handed: None, arrays, pytrees."""
     return jax.tree.map(lambda primal: primal.value, primals, is_leaf=lambda p: hasattr(p, "perturbed"))

@@ -33,7 +33,7 @@ TABLES = {
 }
 
 
-def blocks(op: str, elements: int, arch: int = HOPPER) -> Blocks:
+def blocks(op: str, elements: int, arch: int | None = HOPPER) -> Blocks:
     """What an op with that many elements of input takes on a GPU of compute capability `arch` (90, 100)."""
     table = TABLES.get(arch, TABLES[HOPPER])[op]
     return next(found for limit, found in table if elements < limit)

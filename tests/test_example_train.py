@@ -79,7 +79,7 @@ TOKENS = jax.random.randint(jax.random.key(1), (2, 17), 0, 256)
 
 def test_both_modules_hold_the_same_parameters():
     params = model.init_params(jax.random.key(0), TINY.model)
-    of_linen = nn.unbox(model.LinenLM(TINY.model).init(jax.random.key(0), TOKENS)["params"])
+    of_linen = nn.unbox(jax.jit(model.LinenLM(TINY.model).init)(jax.random.key(0), TOKENS)["params"])
 
     def look(tree):
         return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)

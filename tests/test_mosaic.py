@@ -7,13 +7,18 @@ import re
 
 import jax
 import jax.numpy as jnp
+import judge
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax_mla.ffi.triton import compile_for
 from jax_mla.kernels import mosaic_up_proj
 from judge import draw
 from test_gpu_programs import pjrt
 from test_lowering import script
+
+from jax_mla import RopeConfig, kv_up_proj_rope, q_up_proj_rope, rope_tables, up_mosaic
+from jax_mla.q_up import IMPLEMENTATIONS
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 Q, KV = dict(nope=128, rotary=64), dict(nope=128, value=128)
@@ -117,7 +122,8 @@ def test_compiled_for_hopper(monkeypatch):
     for name, kernel in found.items():
         assert kernel["target"] == "sm_90a", name
         assert kernel["shapes"] == [f"m64n{256 if name == 'kv' else 192}k16.f32.bf16.bf16"], name
-        assert kernel["load"] == kernel["multicast"] > 0 and kernel["store"] > 0 and kernel["wgmma"] > 0, name
+        assert kernel["load"] > 0 and kernel["store"] > 0 and kernel["wgmma"] > 0, name
+        assert kernel["multicast"] == (kernel["load"] if name == "q" else 0), name
         assert kernel["spilled"] == 0, name
 
 
@@ -133,6 +139,105 @@ def test_compiled_for_hopper(monkeypatch):
 def test_values_and_races(check, case):
     """With one cluster for every tile: the ring is reused and both warpgroups take turns."""
     check(**case, blocks=2, interpret=plgpu.InterpretGPUParams(detect_races=True))
+
+
+def stand_ins(monkeypatch):
+    """What the kernels are to compute, in jnp, and a machine that is said to have a Hopper GPU."""
+
+    def rotated(y, cos, sin, nope):
+        left, right = jnp.split(y[..., nope:], 2, axis=-1)
+        cos, sin = cos[:, None], sin[:, None]
+        return jnp.concatenate([y[..., :nope], left * cos - right * sin, right * cos + left * sin], axis=-1)
+
+    def q_up(x, w, cos, sin, bias=None, *, heads, nope, rotary):
+        assert x.dtype == w.dtype == BF16 and cos.shape == (len(x), rotary // 2) and w.shape[1] == heads
+        y = projected(x, w, 0.0 if bias is None else bias.astype(F32))
+        return rotated(y, cos, sin, nope).astype(BF16).reshape(len(x), -1)
+
+    def kv_up(x, w, k_pe, *, heads, nope, value):
+        y = projected(x, w, 0.0)
+        shared = jnp.broadcast_to(k_pe[:, None], (len(x), heads, k_pe.shape[-1]))
+        return jnp.concatenate([y[..., :nope].astype(BF16), shared], axis=-1), y[..., nope:].astype(BF16)
+
+    monkeypatch.setattr(mosaic_up_proj, "q_up", q_up)
+    monkeypatch.setattr(mosaic_up_proj, "kv_up", kv_up)
+    monkeypatch.setattr(up_mosaic, "_unavailable", lambda: None)
+
+
+B, T, R, H = 2, 32, 64, 3
+COS, SIN = rope_tables(jnp.arange(3, 3 + T), RopeConfig(), 64)
+
+
+def op_case(op, weight=F32, normed=True, biased=True):
+    """The op as a function of an implementation's name and of arrays, and the arrays."""
+    rng, columns = np.random.default_rng(0), 192 if op is q_up_proj_rope else 256
+    x, w, k_pe = draw(rng, B, T, R, dtype=BF16), draw(rng, R, H, columns) / 8, draw(rng, B, T, 64, dtype=BF16)
+    extras = [1 + 0.1 * draw(rng, R)] * normed + [draw(rng, H, columns)] * biased
+
+    def run(name, x, w, k_pe, *extras):
+        extras = iter(extras)
+        options = dict(nope_dim=128, norm_eps=1e-3, implementation=name)
+        options |= dict(norm_scale=next(extras) if normed else None, bias=next(extras) if biased else None)
+        return op(x, w, *([] if op is q_up_proj_rope else [k_pe]), COS, SIN, **options)
+
+    return run, (x, w.astype(weight), k_pe, *extras)
+
+
+@pytest.mark.parametrize(
+    "op, case",
+    [
+        (q_up_proj_rope, {}),
+        (q_up_proj_rope, dict(weight=BF16, normed=False, biased=False)),
+        (kv_up_proj_rope, dict(biased=False)),
+        (kv_up_proj_rope, dict(weight=BF16, normed=False, biased=False)),
+    ],
+)
+def test_the_ops_around_the_kernels(op, case, monkeypatch):
+    """Layouts, bias, tables that broadcast, norm, residuals: values and gradients are those of the jnp op."""
+    stand_ins(monkeypatch)
+    run, args = op_case(op, **case)
+    found, wanted = (jax.jit(pulled, static_argnums=(0, 1))(run, name, args) for name in ("mosaic", "xla"))
+    judge.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("op", [q_up_proj_rope, kv_up_proj_rope])
+def test_the_ops_lower_to_one_kernel(op):
+    run, args = op_case(op, weight=BF16, normed=False, biased=False)
+    with compile_for(90):
+        lowered = jax.jit(lambda *args: run("mosaic", *args)).trace(*args).lower(lowering_platforms=("cuda",))
+    assert re.findall(r"custom_call @(\w+)", lowered.as_text()).count("mosaic_gpu_v2") == 1
+
+
+def pulled(run, name, args):
+    outputs, pullback = jax.vjp(lambda *args: run(name, *args), *args)
+    rng = np.random.default_rng(1)
+    return outputs, pullback(jax.tree.map(lambda o: draw(rng, *o.shape, dtype=o.dtype), outputs))
+
+
+def test_the_ops_refuse(monkeypatch):
+    run, (x, w, k_pe, *extras) = op_case(q_up_proj_rope)
+    with pytest.raises(NotImplementedError, match="q_up_proj_rope: .*'mosaic': needs a Hopper GPU.*backend cpu"):
+        run("mosaic", x, w, k_pe, *extras)
+    stand_ins(monkeypatch)
+    with pytest.raises(NotImplementedError, match="'mosaic': found dtype float32, wants bfloat16"):
+        run("mosaic", x.astype(F32), w, k_pe, *extras)
+    up = dict(nope_dim=128, implementation="mosaic")
+    with pytest.raises(NotImplementedError, match="'mosaic': found recipe='mxfp8', out=None, wants None of both"):
+        q_up_proj_rope(x, w, COS, SIN, recipe="mxfp8", **up)
+    with pytest.raises(NotImplementedError, match="'mosaic': found layouts .'halves', 'pairs'.*wants halves"):
+        q_up_proj_rope(x, w, COS, SIN, output_layout="pairs", **up)
+    run, (x, w, k_pe, *extras) = op_case(kv_up_proj_rope)
+    with pytest.raises(NotImplementedError, match="kv_up_proj_rope: .*'mosaic': found a bias"):
+        run("mosaic", x, w, k_pe, *extras)
+    assert "mosaic" not in list(IMPLEMENTATIONS)[: list(IMPLEMENTATIONS).index("xla")], "None must not choose it"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [q_up_proj_rope, kv_up_proj_rope])
+def test_the_ops_on_a_gpu(op):
+    run, args = op_case(op, biased=op is q_up_proj_rope)
+    found, wanted = (jax.jit(pulled, static_argnums=(0, 1))(run, name, args) for name in ("mosaic", "xla"))
+    judge.assert_close(found, wanted)
 
 
 @pytest.mark.gpu
