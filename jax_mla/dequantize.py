@@ -53,7 +53,7 @@ def _triton(static: Static, codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 IMPLEMENTATIONS = {
-    "triton": dispatch.Implementation(_triton, None, lambda *_: launches.supports()),
+    "triton": dispatch.Implementation(_triton, None, lambda *_: launches.supports(), opaque=True),
     "xla": dispatch.Implementation(_xla, None),
 }
 
@@ -65,7 +65,7 @@ def raw_dequantize(dtype: np.dtype, t: MXFP8Tensor, implementation: dispatch.Cho
     dims = " ".join(f"t{i}" for i in range(t.ndim))
     rule = f"{dims}, {dims} -> {dims}"
     forward = once_differentiable("dequantize", functools.partial(chosen.forward, static))
-    return sharding.local("dequantize", rule, forward, *t.copy(t.usages[0]))
+    return sharding.local("dequantize", rule, forward, *t.copy(t.usages[0]), opaque=chosen.opaque)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -46,11 +46,12 @@ def anywhere(*args: Any, **kwargs: Any) -> None:
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """forward and backward take the op's static settings and arrays. supports takes the same and returns None, or why
-    it cannot run them; with no arguments it answers for this machine."""
+    it cannot run them; with no arguments it answers for this machine. opaque: XLA cannot look into what it launches."""
 
     forward: Callable
     backward: Callable
     supports: Callable[..., str | None] = anywhere
+    opaque: bool = False
 
 
 def composed(forward: Callable, backward: Callable, *names: str) -> dict[str, Implementation]:

@@ -131,7 +131,7 @@ def _triton_supports(static: Static | None = None, *arrays: jax.Array) -> str | 
 
 
 IMPLEMENTATIONS = {
-    "triton": dispatch.Implementation(_triton_quantize, _straight_through, _triton_supports),
+    "triton": dispatch.Implementation(_triton_quantize, _straight_through, _triton_supports, opaque=True),
     "xla": dispatch.Implementation(forward=_xla_quantize, backward=_straight_through),
 }
 
@@ -142,7 +142,7 @@ def raw_quantize(static: Static, x: jax.Array) -> MXFP8Tensor:
     dims = " ".join(f"t{i}" for i in range(x.ndim))
     rule = f"{dims} -> " + ", ".join([dims] * 2 * len(static.usages))  # whole blocks a device: see `blocked_axis`
     forward = once_differentiable("quantize_mxfp8", functools.partial(chosen.forward, static))
-    return static.tensor(*sharding.local("quantize_mxfp8", rule, forward, x))
+    return static.tensor(*sharding.local("quantize_mxfp8", rule, forward, x, opaque=chosen.opaque))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

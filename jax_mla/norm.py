@@ -120,7 +120,7 @@ def _triton_supports(static: NormStatic | None = None, *arrays: jax.Array) -> st
 LONGEST_ROW = 16384  # what a program holds in registers
 
 IMPLEMENTATIONS = {
-    "triton": dispatch.Implementation(_triton_forward, _triton_backward, _triton_supports),
+    "triton": dispatch.Implementation(_triton_forward, _triton_backward, _triton_supports, opaque=True),
     "xla": dispatch.Implementation(forward=_xla_forward, backward=_xla_backward),
 }
 
@@ -129,7 +129,8 @@ def raw_forward(static: NormStatic, x: jax.Array, scale: jax.Array) -> tuple[jax
     chosen = dispatch.choose("rms_norm", IMPLEMENTATIONS, static.implementation, static, x, scale)
     rows = " ".join(f"t{i}" for i in range(x.ndim - 1))
     rule = f"{rows} K, K -> {rows} K, {rows}"
-    return sharding.local("rms_norm", rule, functools.partial(chosen.forward, static), x, sharding.follow(scale))
+    forward = functools.partial(chosen.forward, static)
+    return sharding.local("rms_norm", rule, forward, x, sharding.follow(scale), opaque=chosen.opaque)
 
 
 def renormalize(static: NormStatic, x: jax.Array, rstd: jax.Array, scale: jax.Array) -> jax.Array:
@@ -147,7 +148,8 @@ def raw_backward(
     rows = " ".join(f"t{i}" for i in range(x.ndim - 1))
     rule = f"{rows} K, {rows}, K, {rows} K -> {rows} K, K"
     backward = functools.partial(chosen.backward, static)
-    dx, dscale = sharding.local("rms_norm", rule, backward, x, rstd, sharding.follow(scale), dy)
+    arrays = x, rstd, sharding.follow(scale), dy
+    dx, dscale = sharding.local("rms_norm", rule, backward, *arrays, opaque=chosen.opaque)
     return sharding.cotangent(dx, x), sharding.cotangent(dscale, scale)
 
 

@@ -90,7 +90,7 @@ def _backward(name: str, static: Static, saved: Residuals, gradient: jax.Array) 
 
 
 IMPLEMENTATIONS = {
-    "triton": dispatch.Implementation(_triton_forward, functools.partial(_backward, "triton"), _triton_supports),
+    "triton": dispatch.Implementation(_triton_forward, functools.partial(_backward, "triton"), _triton_supports, True),
     "xla": dispatch.Implementation(_xla_forward, functools.partial(_backward, "xla")),
 }
 
@@ -103,9 +103,11 @@ def raw_forward(static: Static, x: jax.Array, scale: jax.Array) -> tuple[MXFP8Te
     """The tensor, rstd [...]."""
     rows = " ".join(f"t{i}" for i in range(x.ndim - 1))
     copies = ", ".join([f"{rows} K"] * 2 * len(static.quantize.usages))
-    forward = once_differentiable("rms_norm_quantize", functools.partial(_choose(static, x, scale).forward, static))
+    chosen = _choose(static, x, scale)
+    forward = once_differentiable("rms_norm_quantize", functools.partial(chosen.forward, static))
     rule = f"{rows} K, K -> {copies}, {rows}"
-    *arrays, rstd = sharding.local("rms_norm_quantize", rule, forward, x, sharding.follow(scale))
+    arrays = x, sharding.follow(scale)
+    *arrays, rstd = sharding.local("rms_norm_quantize", rule, forward, *arrays, opaque=chosen.opaque)
     return static.quantize.tensor(*arrays), rstd
 
 

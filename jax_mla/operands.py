@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import checks, dispatch, mxfp8, mxfp8_tensor
+from jax_mla import checks, dispatch, mxfp8, mxfp8_tensor, sharding
 from jax_mla.dequantize import raw_dequantize
 from jax_mla.mxfp8_bits import BLOCK
 from jax_mla.mxfp8_tensor import MXFP8Tensor
@@ -123,7 +123,9 @@ def like(x: Operand) -> jax.Array:
     """No numbers, but x's logical dtype and how it is spread over a mesh: for `sharding.cotangent`."""
     if isinstance(x, MXFP8Tensor):
         x = mxfp8_tensor.make_proxy(x.copy(x.usages[0])[0], x.dtype)
-    return x[..., :0]
+    # Of a dim that is whole everywhere, if there is one: a sharded dim of size 0 would lose its mesh axes.
+    whole = [axis for axis, axes in enumerate(sharding.spec(x)) if not axes]
+    return jax.lax.slice_in_dim(x, 0, 0, axis=whole[-1] if whole else -1)
 
 
 def give(given: Kind, token_axis: int, dtype: np.dtype, gradient: jax.Array | None) -> Operand:

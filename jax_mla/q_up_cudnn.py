@@ -79,5 +79,5 @@ def _forward(static, train: bool, x: Operand, w: Operand, cos, sin, norm_scale, 
     rule = ", ".join([*x_and_w, f"{tokens} P", f"{tokens} P", *x_and_w * (len(xs) - 1)])
     rule += " -> " + ", ".join([f"{tokens} h D"] * 4)
     kernel = once_differentiable("q_up_proj_rope", functools.partial(cudnn.q_up, pairs))
-    arrays = sharding.local("q_up_proj_rope", rule, kernel, xs[0], ws[0], cos, sin, *xs[1:], *ws[1:])
+    arrays = sharding.local("q_up_proj_rope", rule, kernel, xs[0], ws[0], cos, sin, *xs[1:], *ws[1:], opaque=True)
     return mxfp8.Static("both", -3, "up", dtype, project.implementation).tensor(*arrays), saved

@@ -33,7 +33,7 @@ def quantize_swizzled(
     dims, tiles = swizzle.rule(x.ndim, static.token_axis)
     rule = f"{dims} -> " + ", ".join([dims, tiles] * len(static.usages))
     forward = once_differentiable("quantize_swizzled", functools.partial(chosen.forward, static))
-    return sharding.local("quantize_swizzled", rule, forward, x)
+    return sharding.local("quantize_swizzled", rule, forward, x, opaque=chosen.opaque)
 
 
 def _composed(name: str, static: mxfp8.Static, x: jax.Array) -> tuple[jax.Array, ...]:
@@ -66,6 +66,8 @@ def _triton(static: mxfp8.Static, x: jax.Array) -> tuple[jax.Array, ...]:
 
 
 IMPLEMENTATIONS = {
-    "triton": dispatch.Implementation(_triton, None, lambda static=None, *arrays: launches.supports(*arrays)),
+    "triton": dispatch.Implementation(
+        _triton, None, lambda static=None, *arrays: launches.supports(*arrays), opaque=True
+    ),
     "xla": dispatch.Implementation(functools.partial(_composed, "xla"), None),
 }

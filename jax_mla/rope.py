@@ -207,7 +207,7 @@ def _triton_supports(static: RopeStatic | None = None, *arrays: jax.Array) -> st
 
 # The backward pass is a forward one with `inverse` turned round.
 IMPLEMENTATIONS = {
-    "triton": dispatch.Implementation(forward=_triton, backward=_triton, supports=_triton_supports),
+    "triton": dispatch.Implementation(forward=_triton, backward=_triton, supports=_triton_supports, opaque=True),
     "xla": dispatch.Implementation(forward=_xla, backward=_xla),
 }
 
@@ -217,7 +217,8 @@ def raw(static: RopeStatic, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax
     chosen = dispatch.choose("apply_rope", IMPLEMENTATIONS, static.implementation, static, x, cos, sin)
     tokens = " ".join(f"t{i}" for i in range(x.ndim - 2))
     rule = f"{tokens} h D, {tokens} P, {tokens} P -> {tokens} h D"
-    return sharding.local("apply_rope", rule, functools.partial(chosen.forward, static), x, cos, sin)
+    forward = functools.partial(chosen.forward, static)
+    return sharding.local("apply_rope", rule, forward, x, cos, sin, opaque=chosen.opaque)
 
 
 def table_cotangents(static: RopeStatic, x: jax.Array, dy: jax.Array, cos: jax.Array, sin: jax.Array):

@@ -122,7 +122,7 @@ def _triton_supports(static: KVStatic | None = None, *arrays) -> str | None:
 
 
 IMPLEMENTATIONS = {
-    "triton": dispatch.Implementation(_triton_forward, _triton_backward, _triton_supports),
+    "triton": dispatch.Implementation(_triton_forward, _triton_backward, _triton_supports, opaque=True),
     "xla": dispatch.Implementation(forward=_xla_forward, backward=_xla_backward),
 }
 
@@ -130,7 +130,8 @@ IMPLEMENTATIONS = {
 def raw_forward(static: KVStatic, kv, k_pe, cos, sin) -> tuple[jax.Array, jax.Array]:
     chosen = dispatch.choose("apply_rope_kv", IMPLEMENTATIONS, static.implementation, static, kv, k_pe, cos, sin)
     rule = "b s h E, b s P, b s Q, b s Q -> b s h D, b s h V"
-    return sharding.local("apply_rope_kv", rule, functools.partial(chosen.forward, static), kv, k_pe, cos, sin)
+    forward = functools.partial(chosen.forward, static)
+    return sharding.local("apply_rope_kv", rule, forward, kv, k_pe, cos, sin, opaque=chosen.opaque)
 
 
 def raw_backward(static: KVStatic, k_pe, cos, sin, dk, dv) -> tuple[jax.Array, jax.Array]:
@@ -138,7 +139,7 @@ def raw_backward(static: KVStatic, k_pe, cos, sin, dk, dv) -> tuple[jax.Array, j
     chosen = dispatch.choose("apply_rope_kv", IMPLEMENTATIONS, static.implementation, static, dk, k_pe, cos, sin)
     rule = "b s h D, b s h V, b s Q, b s Q -> b s h E, b s P"
     backward = functools.partial(chosen.backward, static)
-    dkv, dk_pe = sharding.local("apply_rope_kv", rule, backward, dk, dv, cos, sin)
+    dkv, dk_pe = sharding.local("apply_rope_kv", rule, backward, dk, dv, cos, sin, opaque=chosen.opaque)
     return dkv, sharding.cotangent(dk_pe, k_pe)
 
 

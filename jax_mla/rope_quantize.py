@@ -19,7 +19,7 @@ def raw(static: rope.RopeStatic, x: jax.Array, cos: jax.Array, sin: jax.Array, d
     copies = ", ".join([f"{tokens} h D"] * 4)
     rule = f"{tokens} h D, {tokens} P, {tokens} P -> {copies}"
     forward = once_differentiable("q_up_proj_rope", functools.partial(_triton, static, quantization))
-    arrays = sharding.local("rope_quantize", rule, forward, x, cos, sin)
+    arrays = sharding.local("rope_quantize", rule, forward, x, cos, sin, opaque=True)
     return quantization.tensor(*arrays)
 
 

@@ -1,7 +1,8 @@
 """The rules by which every op runs under a mesh, in one place.
 
-- No mesh, an Auto mesh, or inside `shard_map` (Manual): the pure-jnp implementations are called directly. XLA
-  partitions them under Auto; under Manual the arrays already are one device's shards.
+- No mesh, or inside `shard_map` (Manual): called directly, on arrays that already are one device's shards.
+- Auto mesh: XLA partitions pure jnp. What it cannot look into, a kernel's launch, it would hand whole arrays: such a
+  function is `opaque` to `local`, and XLA is told by the op's rule how to run it on shards (`custom_partitioning`).
 - Explicit mesh (what `jax.make_mesh` gives): the type of every array says how it is sharded. What has no terms across
   devices runs inside `shard_map` with those specs (`local`); contractions pass `out_sharding` (`einsum`).
 
@@ -9,12 +10,14 @@ Gradients: `cotangent` gives a cotangent its primal's dtype, varying axes and sh
 gradient is summed over the devices exactly once (and not at all where `shard_map(check_vma=False)` will do it).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 Axes = tuple[str, ...]  # the mesh axes one dim is sharded over, () for none
@@ -120,17 +123,18 @@ def dense(value: jax.Array | SymbolicZero) -> jax.Array:
     return reshard(zeros, mesh, aval.sharding.spec) if any(aval.sharding.spec) else zeros
 
 
-def local(op: str, rule: str, function: Callable, *arrays: jax.Array | None):
+def local(op: str, rule: str, function: Callable, *arrays: jax.Array | None, opaque: bool = False):
     """Runs `function(*arrays)`, which works alike on shards of the lower-case dims of `rule`, on each device's shards.
 
     `rule` reads like einsum with spaces, "b t h D, b t P -> b t h D": a lower-case dim may be sharded, an upper-case
     one must be whole (ValueError otherwise, naming op, array, dim and mesh axes). A dim of size 1 broadcasts. Arrays
     may be None. An output that lacks a sharded dim of the inputs is a partial sum, and is summed over its axes.
+    opaque: XLA cannot partition the function by itself; under an Auto mesh it gathers what is to be whole.
     """
+    inputs, outputs = ([term.split() for term in side.split(",")] for side in rule.split("->"))
     mesh = _explicit_mesh(*arrays)
     if mesh is None:
-        return function(*arrays)
-    inputs, outputs = ([term.split() for term in side.split(",")] for side in rule.split("->"))
+        return _partitioned(inputs, outputs, function, arrays) if opaque and _auto(arrays) else function(*arrays)
     dims: dict[str, Axes] = {}
     for number, (array, names) in enumerate(zip(arrays, inputs, strict=True)):
         if array is None:
@@ -181,6 +185,95 @@ def local(op: str, rule: str, function: Callable, *arrays: jax.Array | None):
         axis_names=set(used),  # no other: under vmap a mapped dim may be sharded over one of those
     )
     return mapped(*arrays)
+
+
+def _auto(arrays: Sequence[jax.Array | None]) -> bool:
+    """Whether a program is being traced of which XLA may yet decide how these arrays are spread."""
+    arrays = [array for array in arrays if array is not None]
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(array).sharding.mesh for array in arrays)]
+    decided = any(kind != AxisType.Auto for mesh in meshes for kind in mesh.axis_types) or any(map(varying, arrays))
+    return not decided and any(isinstance(array, jax.core.Tracer) for array in arrays)
+
+
+def _partitioned(inputs: list[list[str]], outputs: list[list[str]], function: Callable, arrays):
+    """`function(*arrays)`, which XLA partitions by the names of dims. custom_partitioning has no rule for vmap: there
+    the batch is one more dim, named anew, of the vmapped function."""
+    given = [i for i, array in enumerate(arrays) if array is not None]
+    inputs = [inputs[i] for i in given]
+
+    def on_given(*values):
+        values = dict(zip(given, values, strict=True))
+        return function(*(values.get(i) for i in range(len(arrays))))
+
+    run = jax.custom_batching.custom_vmap(_by_rule(inputs, outputs, on_given))
+
+    @run.def_vmap
+    def batch(size, differs, *values):
+        name = f"vmapped{sum(name.startswith('vmapped') for name in outputs[0])}"
+        named = [[name, *names] if d else names for names, d in zip(inputs, differs, strict=True)]
+        mapped = jax.vmap(on_given, in_axes=[0 if d else None for d in differs])
+        results = _partitioned(named, [[name, *names] for names in outputs], mapped, values)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return run(*(arrays[i] for i in given))
+
+
+def _by_rule(inputs: list[list[str]], outputs: list[list[str]], function: Callable) -> Callable:
+    def run(*arrays):
+        spread = {
+            n for names, a in zip(inputs, arrays, strict=True) for n, s in zip(names, a.shape, strict=True) if s > 1
+        }
+        ones = (f"One{i}" for i in itertools.count())  # dims of size 1 are no factor of another's size
+        into = [
+            [name if size > 1 else next(ones) for name, size in zip(names, array.shape, strict=True)]
+            for names, array in zip(inputs, arrays, strict=True)
+        ]
+        out = [[name if name in spread else next(ones) for name in names] for names in outputs]
+        rule = " -> ".join(", ".join(map(" ".join, side)) for side in (into, out))
+        # In the order in which they appear, as Shardy wants them.
+        whole = tuple(dict.fromkeys(name for names in into + out for name in names if not name.islower()))
+
+        def infer(mesh, arguments, results):
+            return _like(results, _named_shardings(mesh, _axes_by_name(into, arguments), out))
+
+        def partition(mesh, arguments, results):
+            dims = _axes_by_name(into, arguments)
+
+            def on_shards(*shards):
+                found, summed = function(*shards), []
+                for result, names in zip(jax.tree.leaves(found), out, strict=True):
+                    missing = tuple(axis for name, axes in dims.items() if name not in names for axis in axes)
+                    summed.append(jax.lax.psum(result, missing) if missing else result)
+                return _like(found, summed)
+
+            return mesh, on_shards, infer(mesh, arguments, results), _named_shardings(mesh, dims, into)
+
+        partitioned = custom_partitioning(function)
+        partitioned.def_partition(partition, infer, sharding_rule=rule, need_replication_factors=whole)
+        return partitioned(*arrays)
+
+    return run
+
+
+def _axes_by_name(inputs: list[list[str]], arguments) -> dict[str, Axes]:
+    """What mesh axes XLA has spread the lower-case dims over: an axis spreads one."""
+    dims: dict[str, Axes] = {}
+    for names, argument in zip(inputs, arguments, strict=True):
+        given = argument.sharding.spec
+        for name, entry in zip(names, tuple(given) + (None,) * (len(names) - len(given)), strict=True):
+            axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+            taken = {axis for other in dims.values() for axis in other}
+            if axes and name.islower() and name not in dims and not taken.intersection(axes):
+                dims[name] = axes
+    return dims
+
+
+def _named_shardings(mesh, dims: dict[str, Axes], side: list[list[str]]) -> tuple[NamedSharding, ...]:
+    return tuple(NamedSharding(mesh, _partition([dims.get(name, ()) for name in names])) for names in side)
+
+
+def _like(tree, leaves):
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def einsum(equation: str, x: jax.Array, w: jax.Array, dtype, like: jax.Array | None = None) -> jax.Array:

@@ -54,7 +54,7 @@ def swizzle_scales(
     chosen = dispatch.choose("swizzle_scales", IMPLEMENTATIONS, static.implementation, static, scales)
     scales_dims, buffer_dims = rule(scales.ndim, static.token_axis)
     forward = functools.partial(chosen.forward, static)
-    return sharding.local("swizzle_scales", f"{scales_dims} -> {buffer_dims}", forward, scales)
+    return sharding.local("swizzle_scales", f"{scales_dims} -> {buffer_dims}", forward, scales, opaque=chosen.opaque)
 
 
 def unswizzle_scales(
@@ -157,6 +157,6 @@ def _triton_swizzle(static: Static, scales: jax.Array) -> jax.Array:
 
 
 IMPLEMENTATIONS = {
-    "triton": dispatch.Implementation(_triton_swizzle, None, lambda *_: launches.supports()),
+    "triton": dispatch.Implementation(_triton_swizzle, None, lambda *_: launches.supports(), opaque=True),
     "xla": dispatch.Implementation(forward=_xla_swizzle, backward=None),
 }

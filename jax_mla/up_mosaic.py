@@ -104,7 +104,7 @@ def q_forward(parts: Callable, static, train: bool, x, w, cos, sin, norm_scale, 
     bias = None if bias is None else linear.to_halves(bias, static.project)
     tokens = _tokens(x)
     rule = f"{tokens} R, R h D, {tokens} P, {tokens} P, h D -> {tokens} h D"
-    return sharding.local("q_up_proj_rope", rule, kernel, x, w, cos, sin, bias), saved
+    return sharding.local("q_up_proj_rope", rule, kernel, x, w, cos, sin, bias, opaque=True), saved
 
 
 def kv_forward(parts: Callable, static, train: bool, x, w, k_pe, cos, sin, norm_scale, bias):
@@ -123,4 +123,4 @@ def kv_forward(parts: Callable, static, train: bool, x, w, k_pe, cos, sin, norm_
     rotated = rope.raw(rotation, k_pe[..., None, :], cos, sin)[..., 0, :]
     tokens = _tokens(x)
     rule = f"{tokens} R, R h E, {tokens} P -> {tokens} h D, {tokens} h V"
-    return *sharding.local("kv_up_proj_rope", rule, kernel, x, w, rotated), saved
+    return *sharding.local("kv_up_proj_rope", rule, kernel, x, w, rotated, opaque=True), saved

@@ -19,10 +19,13 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax_mla.ffi.triton import TARGETS, compile_for
 
-from jax_mla import kv_up_proj_rope, q_up_proj_rope
+from jax_mla import MLAConfig, init, kv_up_proj_rope, mla, q_up_proj_rope
 
 # What XLA asks about a GPU; those that jax ships descriptions of differ from version to version.
 H200 = """
@@ -70,10 +73,19 @@ VARIANTS = {
 def main(*names: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         use_compiler(Path(folder))
-        topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H200, topology="1x1x1")
-        sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+        sharding = jax.sharding.SingleDeviceSharding(gpus("1x1x1")[0])
         with compile_for(90):
-            print(json.dumps({name: program(*name.split(", ", 1), sharding) for name in names}))
+            print(
+                json.dumps(
+                    {n: layer_on_eight() if n == "mesh" else program(*n.split(", ", 1), sharding) for n in names}
+                )
+            )
+
+
+def gpus(topology: str):
+    """As many H200s as a topology of slices, hosts and GPUs a host has."""
+    found = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H200, topology=topology)
+    return found.devices
 
 
 def use_compiler(folder: Path) -> None:
@@ -125,6 +137,37 @@ def program(op: str, variant: str, sharding) -> dict:
     sizes = {n // 32: "scales" for n in heads} | {B * S * rank: "latent", rank * H * width: "weight"}
     sizes |= dict.fromkeys(heads, "heads")
     return launches(compiled.as_text(), sizes) | {"saved": sorted(f"{a.dtype}{list(a.shape)}" for a in saved if a.size)}
+
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def layer_on_eight() -> dict:
+    """What the layer and its gradients, batch over 2 and heads over 4 GPUs of an Auto mesh, say to each other: the
+    numbers of elements by collective; and how many of our kernels a GPU launches."""
+    mesh = Mesh(np.reshape(gpus("1x1x8"), (2, 4)), ("data", "model"))
+    config = MLAConfig(512, 8, 256, 128, NOPE, ROTARY, V)
+    heads = {"wq_b": P(None, "model"), "wkv_b": P(None, "model"), "wo": P("model")}
+
+    def array(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    params = jax.eval_shape(lambda: init(jax.random.key(0), config))
+    params = {name: array(a.shape, a.dtype, heads.get(name, P())) for name, a in params.items()}
+    x = array((4, 256, config.hidden_size), BF16, P("data"))
+
+    def step(params, x, dy):
+        y, pullback = jax.vjp(lambda p, x: mla(p, x, config, implementation=("triton", "xla")), params, x)
+        return y, pullback(dy)
+
+    text = jax.jit(step).trace(params, x, x).lower(lowering_platforms=("cuda",)).compile().as_text()
+    found = {name: [] for name in COLLECTIVES}
+    for line in text.splitlines():
+        for name in COLLECTIVES:
+            if f" {name}(" in line or f" {name}-start(" in line:
+                dims = _SHAPE.findall(line.partition(" = ")[2].partition(f" {name}")[0])
+                found[name].append(sum(prod(map(int, filter(None, d.split(",")))) for _, d in dims))
+    return found | {"kernels": sum(any(f'"{target}"' in line for target in TARGETS) for line in text.splitlines())}
 
 
 _INSTRUCTION = re.compile(r"(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)")

@@ -12,8 +12,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
-from gpu_programs import H200, use_compiler
-from jax.experimental import topologies
+from gpu_programs import gpus, use_compiler
 from jax_mla.kernels.mosaic_up_proj import kv_up, q_up
 
 T, H, P = 8192, 128, 64
@@ -30,8 +29,7 @@ def main() -> None:
         folder = Path(folder)
         use_compiler(folder)
         os.environ |= {"MOSAIC_GPU_CUDA_ROOT": str(folder), "MOSAIC_GPU_DUMP_TO": str(folder)}
-        topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=H200, topology="1x1x1")
-        sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+        sharding = jax.sharding.SingleDeviceSharding(gpus("1x1x1")[0])
 
         def array(*shape, dtype=jnp.bfloat16):
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

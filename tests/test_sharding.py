@@ -3,6 +3,9 @@
 Meshes of (2, 4) over batch ("data") and heads ("model"). Dims that do not divide, and sequences, come later.
 """
 
+import dataclasses
+import importlib
+import itertools
 import re
 
 import jax
@@ -22,11 +25,18 @@ from jax_mla import (
     init,
     kv_up_proj_rope,
     mla,
+    mxfp8,
+    norm,
+    norm_quantize,
     q_up_proj_rope,
     quantize_mxfp8,
     rms_norm,
+    rope,
+    rope_kv,
     rope_tables,
 )
+
+dequantize_op = importlib.import_module("jax_mla.dequantize")  # whose name in the package is the op's
 
 B, T, H, N, PE, V, R, M = 4, 6, 4, 6, 8, 5, 12, 16
 COS, SIN = rope_tables(jnp.arange(7, 7 + T), MLAConfig.tiny().rope, PE)
@@ -117,9 +127,21 @@ def place(mesh, tree, specs):
     )
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit", "Manual", "Manual, unchecked"])
-@pytest.mark.parametrize("name", OPS)
-def test_an_op_gives_one_devices_values_and_gradients(name, kind):
+def opaque(monkeypatch):
+    """Every op's pure-jnp implementation taken for one that XLA cannot look into, as it cannot into our kernels."""
+    for module in (dequantize_op, mxfp8, norm, norm_quantize, rope, rope_kv):
+        hidden = dataclasses.replace(module.IMPLEMENTATIONS["xla"], opaque=True)
+        monkeypatch.setitem(module.IMPLEMENTATIONS, "xla", hidden)
+
+
+KINDS = ["Auto", "Explicit", "Manual", "Manual, unchecked"]
+OPAQUE = ["apply_rope", "apply_rope_kv", "rms_norm", "q_up_proj_rope, mxfp8", "kv_up_proj_rope, mxfp8"]
+
+
+@pytest.mark.parametrize("name, kind", [*itertools.product(OPS, KINDS), *((name, "Auto, opaque") for name in OPAQUE)])
+def test_an_op_gives_one_devices_values_and_gradients(name, kind, monkeypatch):
+    if kind == "Auto, opaque":
+        opaque(monkeypatch)
     function, shapes, specs, out_specs = OPS[name]
     args = arrays(shapes)
     rng = np.random.default_rng(1)
@@ -142,6 +164,21 @@ def test_an_op_gives_one_devices_values_and_gradients(name, kind):
             assert leaf.sharding.is_equivalent_to(NamedSharding(devices, spec), leaf.ndim)
     # Gradients of what is replicated are summed over devices; no activation is gathered.
     text = run.lower(sharded, place(devices, cotangents, out_specs)).compile().as_text()
+    assert not re.search(r" all-gather\(| all-to-all\(", text)
+
+
+def test_vmap_of_what_xla_cannot_look_into(monkeypatch):
+    """Twice, one argument of three batched or two: the batch is one more dim by which XLA may spread the arrays."""
+    opaque(monkeypatch)
+    x, tables = arrays([(3, 2, B, T, H, 14)])[0], [jnp.stack([t, 2 * t]) for t in (COS, SIN)]
+    function = jax.vmap(lambda x, c, s: apply_rope(x, c, s, rotary_dim=PE), (0, 0, 0))
+    function = jax.vmap(function, (0, None, None))
+    wanted = function(x, *tables)
+    devices = mesh("Auto")
+    sharded = place(devices, x, P(None, "data", None, None, "model"))
+    run = jax.jit(function)
+    assert_close(run(sharded, *tables), wanted)
+    text = run.lower(sharded, *tables).compile().as_text()
     assert not re.search(r" all-gather\(| all-to-all\(", text)
 
 
@@ -171,10 +208,20 @@ def layer_inputs():
     return params, draw(rng, B, T, M), draw(rng, B, T, M)
 
 
-@pytest.mark.parametrize("specs", [{}, TP, FSDP], ids=["data", "data+heads", "data+heads+fsdp"])
-@pytest.mark.parametrize("ids", [None, IDS], ids=["dense", "packed"])
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_the_layer_gives_one_devices_values_and_gradients(kind, ids, specs):
+LAYERS = [*itertools.product(["Auto", "Explicit"], [None, IDS], [{}, TP, FSDP]), ("Auto, opaque", IDS, FSDP)]
+
+
+@pytest.mark.parametrize(
+    "kind, ids, specs",
+    LAYERS,
+    ids=lambda v: (
+        v if isinstance(v, str) else f"{len(v)} specs" if isinstance(v, dict) else "dense" if v is None else "packed"
+    ),
+)
+def test_the_layer_gives_one_devices_values_and_gradients(kind, ids, specs, monkeypatch):
+    if kind == "Auto, opaque":
+        opaque(monkeypatch)
+        kind = "Auto"
     params, x, c = layer_inputs()
     run = step(lambda p, x: mla(p, x, CONFIG, segment_ids=ids))
     wanted = run((params, x), c)
