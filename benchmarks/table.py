@@ -1,4 +1,5 @@
-"""`python benchmarks/table.py RESULTS.json`: the table of docs/performance.md, which a test compares with it."""
+"""`python benchmarks/table.py RESULTS.json [PICTURE.png]`: the table of docs/performance.md, which a test compares with
+it, and its picture (extra `bench`)."""
 
 import json
 import sys
@@ -18,31 +19,68 @@ NAMES = {
     ("dequantize", "fwd", "columnwise"): ("dequantise queries, column-wise", 0.22),
     ("q_up", "fwd", None): ("Q up-projection, forward", None),
     ("q_up", "bwd", None): ("Q up-projection, backward", 1.80),
-    ("q_up_mxfp8", "fwd", None): ("the same in MXFP8, forward", None),
-    ("q_up_mxfp8", "bwd", None): ("the same in MXFP8, backward", None),
+    ("q_up_mxfp8", "fwd", None): ("Q up-projection in MXFP8, forward", None),
+    ("q_up_mxfp8", "bwd", None): ("Q up-projection in MXFP8, backward", None),
     ("kv_up", "fwd", None): ("KV up-projection, forward", None),
     ("kv_up", "bwd", None): ("KV up-projection, backward", None),
-    ("kv_up_mxfp8", "fwd", None): ("the same in MXFP8, forward", None),
-    ("kv_up_mxfp8", "bwd", None): ("the same in MXFP8, backward", None),
+    ("kv_up_mxfp8", "fwd", None): ("KV up-projection in MXFP8, forward", None),
+    ("kv_up_mxfp8", "bwd", None): ("KV up-projection in MXFP8, backward", None),
 }
 
 
-def table(report: dict) -> str:
-    """Markdown. Floor: what the bytes that must be moved, or the operations, take at the run's own ceiling, whichever
-    is longer."""
-    head = ["op", "floor", "goal", "ours", "by", *(name.replace("_", " ") for name in PEERS)]
-    lines = [head, ["---"] * len(head)]
+def measured(report: dict):
+    """label, goal, floor, the row of our fastest kernel, and milliseconds by peer, of each op. Floor: what the bytes
+    that must be moved, or the operations, take at the run's own ceiling, whichever is longer."""
     for (op, direction, variant), (label, goal) in NAMES.items():
         key = (op, direction, variant)
         rows = {r["implementation"]: r for r in report["rows"] if (r["op"], r["pass"], r["variant"]) == key}
         ours = min((rows[name] for name in OURS if name in rows), key=lambda row: row["ms"])
-        floor = f"{ours['ms'] * ours['fraction']:.3f}"
-        peers = [f"{rows[name]['ms']:.3f}" if name in rows else "" for name in PEERS]
+        peers = {name: rows[name]["ms"] for name in PEERS if name in rows}
+        yield label, goal, ours["ms"] * ours["fraction"], ours, peers
+
+
+def table(report: dict) -> str:
+    """Markdown."""
+    head = ["op", "floor", "goal", "ours", "by", *(name.replace("_", " ") for name in PEERS)]
+    lines = [head, ["---"] * len(head)]
+    for label, goal, floor, ours, peers in measured(report):
+        by_peer = [f"{peers[name]:.3f}" if name in peers else "" for name in PEERS]
         best = [f"{ours['ms']:.3f}", ours["implementation"]]
-        lines.append([label, floor, "" if goal is None else f"{goal:.3g}", *best, *peers])
+        lines.append([label, f"{floor:.3f}", "" if goal is None else f"{goal:.3g}", *best, *by_peer])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def picture(report: dict, path: str) -> None:
+    """Each time as a multiple of its floor."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = list(measured(report))
+    marks = {"ours": ("o", "tab:blue", 70), "jnp_best": ("|", "tab:orange", 120), "jnp_usual": ("x", "tab:red", 45)}
+    figure, axes = pyplot.subplots(figsize=(9, 0.34 * len(found) + 1.4))
+    for name, (marker, color, size) in marks.items():
+        times = [ours["ms"] if name == "ours" else peers[name] for _, _, _, ours, peers in found]
+        over = [ms / floor for ms, (_, _, floor, _, _) in zip(times, found, strict=True)]
+        axes.scatter(over, range(len(found)), marker=marker, c=color, s=size, label=name.replace("_", " "), zorder=2)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_yticks(range(len(found)), [f"{label} ({floor:.2f} ms)" for label, _, floor, _, _ in found])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    ticks = [1, 1.5, 2, 3, 5, 8, 12]
+    axes.set_xticks(ticks, map(str, ticks))
+    axes.set_xticks([], minor=True)
+    axes.grid(axis="x", alpha=0.4)
+    axes.set_xlabel(f"time over the floor, which is in brackets ({report['device']})", loc="right")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
 
 
 if __name__ == "__main__":
     with open(sys.argv[1], encoding="utf-8") as file:
-        print(table(json.load(file)))
+        results = json.load(file)
+    print(table(results))
+    if len(sys.argv) > 2:
+        picture(results, sys.argv[2])
