@@ -233,11 +233,15 @@ def _by_rule(inputs: list[list[str]], outputs: list[list[str]], function: Callab
         # In the order in which they appear, as Shardy wants them.
         whole = tuple(dict.fromkeys(name for names in into + out for name in names if not name.islower()))
 
+        def dims_of(mesh, arguments, results):
+            named = list(zip(into + out, [*arguments, *jax.tree.leaves(results)], strict=True))
+            return _axes_by_name(mesh, into, arguments, named)
+
         def infer(mesh, arguments, results):
-            return _like(results, _named_shardings(mesh, _axes_by_name(into, arguments), out))
+            return _like(results, _named_shardings(mesh, dims_of(mesh, arguments, results), out))
 
         def partition(mesh, arguments, results):
-            dims = _axes_by_name(into, arguments)
+            dims = dims_of(mesh, arguments, results)
 
             def on_shards(*shards):
                 found, summed = function(*shards), []
@@ -255,15 +259,22 @@ def _by_rule(inputs: list[list[str]], outputs: list[list[str]], function: Callab
     return run
 
 
-def _axes_by_name(inputs: list[list[str]], arguments) -> dict[str, Axes]:
-    """What mesh axes XLA has spread the lower-case dims over: an axis spreads one."""
+def _axes_by_name(mesh, inputs: list[list[str]], arguments, named) -> dict[str, Axes]:
+    """What mesh axes XLA has spread the lower-case dims over: an axis spreads one, and into equal parts of all the
+    arrays, in `named`, that have it (a dim of scales is 32 times shorter than that of codes)."""
     dims: dict[str, Axes] = {}
+
+    def divides(name, axes):
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        sizes = (size for names, array in named for n, size in zip(names, array.shape, strict=True) if n == name)
+        return all(size % parts == 0 for size in sizes)
+
     for names, argument in zip(inputs, arguments, strict=True):
         given = argument.sharding.spec
         for name, entry in zip(names, tuple(given) + (None,) * (len(names) - len(given)), strict=True):
             axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
             taken = {axis for other in dims.values() for axis in other}
-            if axes and name.islower() and name not in dims and not taken.intersection(axes):
+            if axes and name.islower() and name not in dims and not taken.intersection(axes) and divides(name, axes):
                 dims[name] = axes
     return dims
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from judge import assert_close, draw
+from judge import assert_close, assert_same, draw
 
 from jax_mla import (
     MLAConfig,
@@ -165,6 +165,20 @@ def test_an_op_gives_one_devices_values_and_gradients(name, kind, monkeypatch):
     # Gradients of what is replicated are summed over devices; no activation is gathered.
     text = run.lower(sharded, place(devices, cotangents, out_specs)).compile().as_text()
     assert not re.search(r" all-gather\(| all-to-all\(", text)
+
+
+@pytest.mark.parametrize("tokens", [64, 256])
+def test_blocks_that_no_device_has_whole_are_gathered(tokens, monkeypatch):
+    """Over 4 devices: 64 tokens are 16 each, half a block; 256 are two blocks each."""
+    opaque(monkeypatch)
+    x = arrays([(2, tokens, 3, 32)])[0]
+    run = jax.jit(lambda x: quantize_mxfp8(x, usage="both", token_axis=-3).bytes())
+    wanted = run(x)
+    devices = mesh("Auto")
+    sharded = place(devices, x, P("data", "model"))
+    assert_same(run(sharded), wanted)
+    gathers = re.search(r" all-gather\(", run.lower(sharded).compile().as_text())
+    assert bool(gathers) == (tokens == 64)
 
 
 def test_vmap_of_what_xla_cannot_look_into(monkeypatch):
