@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import functools
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ import numpy as np
 
 import jax_mla
 from benchmarks import ops, peers, timing
-from benchmarks.cases import Case, Inputs, error, names
+from benchmarks.cases import Case, Inputs, names
 from jax_mla import MLAConfig
 
 
@@ -102,7 +103,7 @@ def _case_rows(op: str, case: Case, repeats: int) -> list[dict]:
         try:
             compiled = jax.jit(function, donate_argnums=(0,) if case.donate else ()).lower(*case.args).compile()
             if name != "producer":
-                errors[name] = error(jax.jit(case.read)(compiled(*timing.fresh(case.args, case.donate))), wanted)
+                errors[name] = case.error(jax.jit(case.read)(compiled(*timing.fresh(case.args, case.donate))), wanted)
                 peaks[name] = compiled.memory_analysis().temp_size_in_bytes
             timed[name] = timing.prepare(function, compiled, sets, case.donate)
         except Exception as reason:  # a peer may be too large for the memory, or refuse these shapes; ours says so
@@ -142,12 +143,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="PATH", help="write the results there")
     args = parser.parse_args(argv)
-    if args.json:
-        try:  # before the work, not after it
-            open(args.json + ".partial", "w").close()
-        except OSError as error:
-            parser.error(f"--json: cannot write {args.json}: {error.strerror}")
+    if args.json is not None:
+        _check_writable(parser, args.json)
     preset = PRESETS[args.preset]
+    for op, tokens in itertools.product(args.ops, args.tokens or [preset.tokens]):
+        multiple = 32 if "mxfp8" in op or op == "dequantize" else 8 if op == "attention_packed" else 1
+        if tokens % multiple:
+            parser.error(f"--tokens: found {tokens}, wanted a multiple of {multiple} for {op}")
     report = {
         "device": _device(),
         "versions": _versions(),
@@ -214,6 +216,18 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def _check_writable(parser: argparse.ArgumentParser, path: str) -> None:
+    """Before the work, not after it."""
+    try:
+        if os.path.isdir(path) or not path:
+            raise IsADirectoryError(0, "found a folder or no name, wanted a file")
+        with open(path + ".partial", "w"):
+            pass
+        os.remove(path + ".partial")
+    except OSError as error:
+        parser.error(f"--json: cannot write {path!r}: {error.strerror}")
 
 
 def _positive(text: str) -> int:

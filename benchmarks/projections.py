@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import jax_mla
 from benchmarks import peers
-from benchmarks.cases import Case, Inputs, codes, moved, names, pull, wide
+from benchmarks.cases import Case, Inputs, codes, moved, names, pull, rms_error, wide
 from benchmarks.timing import size
 from jax_mla import MXFP8Tensor
 
@@ -51,7 +51,7 @@ def _q_up(i: Inputs, recipe, by_hand) -> list[Case]:
     forward = {name: _forward(name, function, recipe) for name, function in functions.items()}
     pulled = {name: backward(function) for name, function in functions.items()}
     best = forward["jnp_best"]
-    fwd = Case("fwd", forward, args, wide(best), bytes=moved(best, *args), flops=gemm, read=_read(recipe))
+    fwd = Case("fwd", forward, args, wide(best), bytes=moved(best, *args), flops=gemm, **_judged(recipe))
     best, args = pulled["jnp_best"], (*args, row)
     touched = moved(best, *args) + size(jax.eval_shape(made, row))
     before = lambda x, w, scale, row: made(row)  # noqa: E731
@@ -92,7 +92,7 @@ def _kv_up(i: Inputs, recipe, by_hand) -> list[Case]:
     forward = {name: _forward(name, function, recipe) for name, function in functions.items()}
     pulled = {name: backward(function) for name, function in functions.items()}
     best = forward["jnp_best"]
-    fwd = Case("fwd", forward, args, wide(best), bytes=moved(best, *args), flops=gemm, read=_read(recipe))
+    fwd = Case("fwd", forward, args, wide(best), bytes=moved(best, *args), flops=gemm, **_judged(recipe))
     best, args = pulled["jnp_best"], (*args, *cotangents)
     return [fwd, Case("bwd", pulled, args, wide(best), bytes=moved(best, *args), flops=2 * gemm)]
 
@@ -108,10 +108,10 @@ def _forward(name: str, function, recipe):
     return lambda *args: jax.tree.map(encode, function(*args), is_leaf=lambda x: isinstance(x, MXFP8Tensor))
 
 
-def _read(recipe):
+def _judged(recipe) -> dict:
     """Codes as the values of both copies: a sum in another order moves a code here and there by a step."""
     if recipe is None:
-        return lambda results: results
+        return {}
 
     def values(results):
         arrays = iter(jax.tree.leaves(results))
@@ -120,4 +120,4 @@ def _read(recipe):
             for c, s, axis in zip(arrays, arrays, itertools.cycle((-1, 1)))
         ]  # noqa: B905
 
-    return values
+    return dict(read=values, error=rms_error)

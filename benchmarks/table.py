@@ -33,7 +33,7 @@ def measured(report: dict):
     that must be moved, or the operations, take at the run's own ceiling, whichever is longer."""
     for (op, direction, variant), (label, goal) in NAMES.items():
         key = (op, direction, variant)
-        rows = {r["implementation"]: r for r in report["rows"] if (r["op"], r["pass"], r["variant"]) == key}
+        rows = {r["implementation"]: r for r in report["rows"] if (r["op"], r["pass"], r.get("variant")) == key}
         ours = min((rows[name] for name in OURS if name in rows), key=lambda row: row["ms"])
         peers = {name: rows[name]["ms"] for name in PEERS if name in rows}
         yield label, goal, ours["ms"] * ours["fraction"], ours, peers

@@ -140,4 +140,9 @@ def worst_error(found, wanted) -> float:
     for f, w in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         f, w = np.asarray(f, np.float64), np.asarray(w, np.float64)
         errors.append(np.max(np.abs(f - w)) / max(np.max(np.abs(w)), np.finfo(np.float32).tiny))
-    return float(max(errors))
+    return shown(np.max(errors))
+
+
+def shown(error: float) -> float:
+    """An error that is NaN, as of a result that is, as the largest number: JSON has no NaN."""
+    return float(np.nan_to_num(error, nan=np.finfo(np.float32).max, posinf=np.finfo(np.float32).max))

@@ -10,6 +10,9 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jax_mla import launches
 
 # Every name an op may have an implementation under; what this version lacks says so.
@@ -54,14 +57,20 @@ class Implementation:
     opaque: bool = False
 
 
-def composed(forward: Callable, backward: Callable, *names: str) -> dict[str, Implementation]:
-    """The table of an op that is made of other ops: forward and backward take the name, and use it for every part."""
+def composed(forward: Callable, backward: Callable, norm_row: Callable) -> dict[str, Implementation]:
+    """The table, of "triton" and "xla", of an op that is made of other ops: forward and backward take the name, and use
+    it for every part. norm_row: of the static settings and arrays, how long the rows are that are normalised."""
 
-    def supports(name, static=None, *arrays):
-        return launches.supports() if name == "triton" else None
+    def supports(static=None, *args):
+        if static is None:
+            return launches.supports()
+        # Neither codes nor their proxies' kin: what is no float is not computed with.
+        floats = [a for a in jax.tree.leaves(args) if jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize > 1]
+        return launches.supports(*floats) or launches.supports_row(norm_row(static, *args))
 
     return {
-        name: Implementation(*(functools.partial(f, name) for f in (forward, backward, supports))) for name in names
+        "triton": Implementation(functools.partial(forward, "triton"), functools.partial(backward, "triton"), supports),
+        "xla": Implementation(functools.partial(forward, "xla"), functools.partial(backward, "xla")),
     }
 
 

@@ -27,6 +27,14 @@ def supports(*arrays: jax.Array | None) -> str | None:
     return None
 
 
+LONGEST_ROW = 16384  # what a program of the norm's kernels holds in registers
+
+
+def supports_row(length: int) -> str | None:
+    """Why a norm's kernels cannot take rows that long, or None."""
+    return f"found rows of {length}, wants at most {LONGEST_ROW}" if length > LONGEST_ROW else None
+
+
 def tables(cos: jax.Array, sin: jax.Array, leading: tuple[int, ...]):
     """cos, sin as [rows, P/2], and (n1, s0, s1): token t = i0 * n1 + i1 of the flattened `leading` dims reads row
     i0 * s0 + i1 * s1. One table shared along the first dims, or along the last, stays one; else it is spread out."""
@@ -88,7 +96,7 @@ def batched(*kinds: str) -> Callable:
                     outputs = _over_devices(functools.partial(call, *settings), arrays)
                 return outputs, jax.tree.map(lambda _: True, outputs)
 
-            return run(*arrays)
+            return sharding.underivable(function.__module__.rpartition(".")[2], run)(*arrays)
 
         return call
 

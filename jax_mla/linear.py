@@ -32,7 +32,8 @@ def linear(
     accumulation is float32); returned in it, [..., *O]. dW and dbias come from float32 accumulators in their
     parameter's dtype. Under a mesh the bias is added after any sum over it.
     recipe: None, or "mxfp8": x, w and y's cotangent are multiplied as MXFP8. x and w may be an `MXFP8Tensor`, of
-    token_axis -1 - contract and that of the last dim of w that is contracted. implementation: of what quantises.
+    token_axis -1 - contract and that of the last dim of w that is contracted. implementation: of what quantises (the
+    GEMMs are XLA's).
 
     Saved for the backward pass: x and w, of which "mxfp8" keeps x's column-wise and w's row-wise codes.
     Raises ValueError or TypeError naming the argument.
@@ -126,10 +127,7 @@ def factors(static: Static, x: Operand, w: Operand, norm_scale, bias, train: boo
         x_usages, w_usages = ("rowwise",) + ("columnwise",) * wants_w, ("columnwise",) + ("rowwise",) * wants_x
         if norm_scale is not None:
             quantization = operands.quantization(x_usages, static.x_axis, dtype, how)
-            # One kernel for both, but where only one copy is wanted.
-            fused = how if len(x_usages) == 2 else "xla"
-            settings = norm_quantize.Static(static.norm, quantization, fused)
-            x, rstd = norm_quantize.raw_forward(settings, x, norm_scale)
+            x, rstd = norm_quantize.raw_forward(norm_quantize.Static(static.norm, quantization, how), x, norm_scale)
             x = x.detach()
         else:
             x = operands.quantize(x, x_usages, static.x_axis, dtype, how)

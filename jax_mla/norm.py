@@ -112,12 +112,8 @@ def _programs(rows: int, batch: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _triton_supports(static: NormStatic | None = None, *arrays: jax.Array) -> str | None:
-    if arrays and arrays[0].shape[-1] > LONGEST_ROW:
-        return f"found rows of {arrays[0].shape[-1]}, wants at most {LONGEST_ROW}"
-    return launches.supports(*arrays)
+    return launches.supports(*arrays) or launches.supports_row(arrays[0].shape[-1] if arrays else 0)
 
-
-LONGEST_ROW = 16384  # what a program holds in registers
 
 IMPLEMENTATIONS = {
     "triton": dispatch.Implementation(_triton_forward, _triton_backward, _triton_supports, opaque=True),

@@ -71,16 +71,16 @@ def _triton_forward(static: Static, x: jax.Array, scale: jax.Array) -> tuple[jax
         return _xla_forward(static, x, scale)
     flat = launches.flat(x, 1)
     (rstd,) = triton.call(kernels.rstd(*flat.shape, static.norm.eps), flat)
-    settings = static.norm.zero_centered, static.quantize.rounding
+    settings = static.norm.zero_centered, static.quantize.usage, static.quantize.rounding
     launch = kernels.norm_quantize(*flat.shape, *settings, arch=triton.compute_capability())
     arrays = triton.call(launch, flat, rstd, scale.reshape(-1))
     return *static.quantize.unflatten(arrays, x.shape), rstd.reshape(x.shape[:-1])
 
 
 def _triton_supports(static: Static | None = None, *arrays: jax.Array) -> str | None:
-    if static is not None and (static.quantize.usage != "both" or static.quantize.token_axis != -2):
-        return "wants usage='both' and token_axis=-2"
-    return launches.supports(*arrays)
+    if static is not None and (static.quantize.usage == "columnwise" or static.quantize.token_axis != -2):
+        return "wants usage='both' or 'rowwise', and token_axis=-2"
+    return launches.supports(*arrays) or launches.supports_row(arrays[0].shape[-1] if arrays else 0)
 
 
 def _backward(name: str, static: Static, saved: Residuals, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -124,7 +124,9 @@ def _backward(implementation: str, static: Static, saved: Residuals, dq):
     adjoint, summed = static.rope.adjoint(), None
     if static.project.recipe is None:
         dz = rope.raw(adjoint, dq, cos, sin)
-    else:  # quantised as it is rotated, where a kernel does both
+    elif "frozen" in (static.project.x, static.project.w):  # one GEMM, which reads one direction, or none
+        dz = rope.raw(adjoint, rope.wide(dq), cos, sin)
+    else:  # quantised both ways as it is rotated
         dz = rope_quantize.raw(adjoint, dq, cos, sin).detach()
         if project.bias is not None:  # rotated again in the sum over tokens, in float32 and never written
             summed = rope.raw(dataclasses.replace(adjoint, implementation="xla"), rope.wide(dq), cos, sin)
@@ -135,9 +137,18 @@ def _backward(implementation: str, static: Static, saved: Residuals, dq):
     return dx, dw, dcos, dsin, dscale, dbias
 
 
+def _norm_row(static: Static, *args) -> int:
+    """How long a row the norm has, forward or backward; 0 without a norm."""
+    if len(args) == 1:
+        latent = args[0].project.latent
+        return 0 if latent is None else latent.shape[-1]
+    x, norm_scale = args[0], args[4]
+    return 0 if norm_scale is None else x.shape[-1]
+
+
 IMPLEMENTATIONS = {
     "cudnn": q_up_cudnn.implementation(_backward),
-    **dispatch.composed(_forward, _backward, "triton", "xla"),
+    **dispatch.composed(_forward, _backward, _norm_row),
     "mosaic": up_mosaic.implementation(up_mosaic.q_forward, _backward),  # by name alone: not timed within the op yet
 }
 

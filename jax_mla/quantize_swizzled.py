@@ -5,7 +5,7 @@ import functools
 
 import jax
 
-from jax_mla import dispatch, launches, mxfp8, sharding, swizzle
+from jax_mla import checks, dispatch, launches, mxfp8, sharding, swizzle
 from jax_mla.mxfp8_tensor import once_differentiable
 
 
@@ -29,6 +29,8 @@ def quantize_swizzled(
     Raises TypeError or ValueError naming the argument; NotImplementedError if no implementation fits.
     """
     static = mxfp8.static_of("x", x, usage, token_axis, rounding, implementation)
+    if x.ndim < -token_axis:
+        raise checks.found("x", x, f"at least {-token_axis} dims, the first of them tokens, for matrices of scales")
     chosen = dispatch.choose("quantize_swizzled", IMPLEMENTATIONS, static.implementation, static, x)
     dims, tiles = swizzle.rule(x.ndim, static.token_axis)
     rule = f"{dims} -> " + ", ".join([dims, tiles] * len(static.usages))

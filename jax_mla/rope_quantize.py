@@ -26,7 +26,10 @@ def raw(static: rope.RopeStatic, x: jax.Array, cos: jax.Array, sin: jax.Array, d
 def _unsupported(static: rope.RopeStatic, x: jax.Array) -> str | None:
     from jax_mla.kernels import rope_mxfp8 as kernels
 
-    return kernels.supports(x.shape[-1], static.rotary_dim) if x.size else "found no elements"
+    tokens = sharding.shard_shape(x, sharding.spec(x))[-3]
+    if not x.size or tokens % mxfp8.bits.BLOCK:
+        return f"found {tokens} tokens, wants whole blocks of {mxfp8.bits.BLOCK}"
+    return kernels.supports(x.shape[-1], static.rotary_dim)
 
 
 @launches.batched("data", "table", "table")

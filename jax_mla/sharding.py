@@ -134,7 +134,7 @@ def local(op: str, rule: str, function: Callable, *arrays: jax.Array | None, opa
     inputs, outputs = ([term.split() for term in side.split(",")] for side in rule.split("->"))
     mesh = _explicit_mesh(*arrays)
     if mesh is None:
-        return _partitioned(inputs, outputs, function, arrays) if opaque and _auto(arrays) else function(*arrays)
+        return _partitioned(op, inputs, outputs, function, arrays) if opaque and _auto(arrays) else function(*arrays)
     dims: dict[str, Axes] = {}
     for number, (array, names) in enumerate(zip(arrays, inputs, strict=True)):
         if array is None:
@@ -195,7 +195,24 @@ def _auto(arrays: Sequence[jax.Array | None]) -> bool:
     return not decided and any(isinstance(array, jax.core.Tracer) for array in arrays)
 
 
-def _partitioned(inputs: list[list[str]], outputs: list[list[str]], function: Callable, arrays):
+def underivable(op: str, run: Callable) -> Callable:
+    """`run`, and an error that says what to do for who differentiates the rule that launches it."""
+
+    @jax.custom_jvp
+    def guarded(*arrays):
+        return run(*arrays)
+
+    @guarded.defjvp
+    def refuse(primals, tangents):
+        raise NotImplementedError(
+            f"{op}: found a derivative of a kernel itself (a second derivative, or forward mode), wanted a first one; "
+            "implementation='xla' has it where there is one"
+        )
+
+    return guarded
+
+
+def _partitioned(op: str, inputs: list[list[str]], outputs: list[list[str]], function: Callable, arrays):
     """`function(*arrays)`, which XLA partitions by the names of dims. custom_partitioning has no rule for vmap: there
     the batch is one more dim, named anew, of the vmapped function."""
     given = [i for i, array in enumerate(arrays) if array is not None]
@@ -212,10 +229,10 @@ def _partitioned(inputs: list[list[str]], outputs: list[list[str]], function: Ca
         name = f"vmapped{sum(name.startswith('vmapped') for name in outputs[0])}"
         named = [[name, *names] if d else names for names, d in zip(inputs, differs, strict=True)]
         mapped = jax.vmap(on_given, in_axes=[0 if d else None for d in differs])
-        results = _partitioned(named, [[name, *names] for names in outputs], mapped, values)
+        results = _partitioned(op, named, [[name, *names] for names in outputs], mapped, values)
         return results, jax.tree.map(lambda _: True, results)
 
-    return run(*(arrays[i] for i in given))
+    return underivable(op, run)(*(arrays[i] for i in given))
 
 
 def _by_rule(inputs: list[list[str]], outputs: list[list[str]], function: Callable) -> Callable:

@@ -32,6 +32,12 @@ class Launch:
         return len(self.kernel.arg_names) - len(self.outputs) - len(self.constants)
 
 
+def require(holds: bool, argument: str, found, wanted: str) -> None:
+    """ValueError unless it holds: a kernel would read or write what is not its."""
+    if not holds:
+        raise ValueError(f"{argument}: found {found!r}, wanted {wanted}")
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 

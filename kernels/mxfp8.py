@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .blocks import HOPPER, blocks
-from .launch import Launch, cdiv, power_of_two
+from .launch import Launch, cdiv, power_of_two, require
 
 BLOCK = 32
 
@@ -227,6 +227,20 @@ def swizzle_kernel(scales, tiles, ROWS: tl.constexpr, BLOCKS: tl.constexpr, INNE
 # --- Launches -----------------------------------------------------------------------------------------------------
 
 
+USAGES = ("rowwise", "columnwise", "both")
+
+
+def check_blocks(rows: int, columns: int, usage: str) -> None:
+    require(usage in USAGES, "usage", usage, f"one of {USAGES}")
+    require(usage == "columnwise" or columns % BLOCK == 0, "columns", columns, f"a multiple of {BLOCK}")
+    require(usage == "rowwise" or rows % BLOCK == 0, "rows", rows, f"a multiple of {BLOCK}")
+
+
+def rounds_up(rounding: str) -> bool:
+    require(rounding in ("up", "ocp"), "rounding", rounding, "'up' or 'ocp'")
+    return rounding == "up"
+
+
 def width(columns: int, most: int) -> int:
     return min(most, max(power_of_two(columns), BLOCK))
 
@@ -250,6 +264,17 @@ def quantize(rows: int, columns: int, usage: str, rounding: str = "up", tiled: t
 
     tiled: (tokens, columns) of the matrices that x is made of, [outer, tokens, inner, columns]: the scales are then
     what `swizzle` makes of them, [outer * inner, bytes]."""
+    check_blocks(rows, columns, usage)
+    if tiled:
+        require(
+            supports_tiled(*tiled) is None,
+            "tiled",
+            tiled,
+            f"tokens in whole blocks of {BLOCK}, columns of at least one",
+        )
+        require(
+            rows % tiled[0] == columns % tiled[1] == 0, "tiled", tiled, f"what divides {rows} rows, {columns} columns"
+        )
     codes = ((rows, columns), "uint8")
     by_row, by_column = ((rows, columns // BLOCK), "uint8"), ((rows // BLOCK, columns), "uint8")
     tokens, dims = tiled or (0, 0)
@@ -264,12 +289,14 @@ def quantize(rows: int, columns: int, usage: str, rounding: str = "up", tiled: t
     }[usage]
     size, warps = blocks(f"quantize {usage}", rows * columns, arch)
     size = width(columns, size)
-    constants = (("ROWS", rows), ("COLUMNS", columns), ("UP", rounding == "up"), ("T", tokens), ("D", dims))
+    constants = (("ROWS", rows), ("COLUMNS", columns), ("UP", rounds_up(rounding)), ("T", tokens), ("D", dims))
     return Launch(kernel, tiles(rows, columns, size), outputs, (*constants, ("BC", size)), warps, 1)
 
 
 def dequantize(rows: int, columns: int, usage: str, dtype: str, arch: int = HOPPER) -> Launch:
     """codes, scales -> values [rows, columns]."""
+    require(usage in USAGES[:2], "usage", usage, f"one of {USAGES[:2]}")
+    check_blocks(rows, columns, usage)
     size, warps = blocks("dequantize", rows * columns, arch)
     size = width(columns, size)
     constants = (("ROWS", rows), ("COLUMNS", columns), ("BY_ROW", usage == "rowwise"), ("BC", size))
@@ -279,6 +306,7 @@ def dequantize(rows: int, columns: int, usage: str, dtype: str, arch: int = HOPP
 
 def swizzle(outer: int, tokens: int, inner: int, columns: int, usage: str) -> Launch:
     """Scales [outer, tokens, inner, columns] -> tiles [outer * inner, bytes]; tokens, columns: the scales' own."""
+    require(usage in USAGES[:2], "usage", usage, f"one of {USAGES[:2]}")
     strides = tokens * inner * columns, columns
     token, column = inner * columns, 1
     rows, wide = (tokens, columns) if usage == "rowwise" else (columns, tokens)

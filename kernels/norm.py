@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from .blocks import HOPPER, blocks
-from .launch import Launch, cdiv, power_of_two
-from .mxfp8 import inside, load, store_columns, store_rows, tile, tiles, width
+from .launch import Launch, cdiv, power_of_two, require
+from .mxfp8 import check_blocks, inside, load, rounds_up, store_columns, store_rows, tile, tiles, width
 
 
 @triton.jit
@@ -56,6 +56,19 @@ def norm_quantize_kernel(x, rstd, scale, row_codes, row_scales, column_codes, co
 
 
 @triton.jit
+def norm_quantize_rows_kernel(x, rstd, scale, codes, scales, ROWS: tl.constexpr, K: tl.constexpr,
+                              ZERO_CENTERED: tl.constexpr, UP: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """As norm_quantize_kernel, of any number of rows."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    WHOLE: tl.constexpr = (ROWS % 32 == 0) & (K % BC == 0)
+    block, row, column, group, offsets = tile(program, ROWS, K, BC, x.dtype.element_ty.primitive_bitwidth)
+    values = load(x + offsets, inside(row, column, ROWS, K), WHOLE).to(tl.float32)
+    factor = _factor(load(scale + column, column < K, WHOLE), ZERO_CENTERED)
+    y = values * load(rstd + row, row < ROWS, WHOLE)[:, None] * factor[None, :]
+    store_rows(y, row, column, group, offsets, codes, scales, ROWS, K, UP, WHOLE)
+
+
+@triton.jit
 def norm_backward_kernel(x, rstd, scale, dy, dx, dscale, ROWS: tl.constexpr, K: tl.constexpr,
                          ZERO_CENTERED: tl.constexpr, EACH: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """EACH rows, a partial sum of dscale. h = x rstd, g = dy factor: dx = rstd (g - h mean(g h)), dscale = dy h."""
@@ -96,17 +109,22 @@ def rstd(rows: int, columns: int, eps: float) -> Launch:
     return Launch(rstd_kernel, (rows,), (((rows,), "float32"),), constants, _warps(columns), 1)
 
 
-def norm_quantize(rows: int, columns: int, zero_centered: bool, rounding: str = "up", arch: int = HOPPER) -> Launch:
-    """x [rows, columns], rstd, scale -> row-wise codes and scales, column-wise ones; rows a multiple of 32.
+def norm_quantize(rows: int, columns: int, zero_centered: bool, usage: str = "both", rounding: str = "up",
+                  arch: int | None = HOPPER) -> Launch:  # fmt: skip
+    """x [rows, columns], rstd, scale -> row-wise codes and scales, and for usage "both" column-wise ones.
 
     A second launch after `rstd`'s: blocks of 32 rows leave a row to many programs.
     """
-    constants = (("ROWS", rows), ("K", columns), ("ZERO_CENTERED", zero_centered), ("UP", rounding == "up"))
-    codes = ((rows, columns), "uint8")
-    outputs = (codes, ((rows, columns // 32), "uint8"), codes, ((rows // 32, columns), "uint8"))
+    require(usage in ("both", "rowwise"), "usage", usage, "'both' or 'rowwise'")
+    check_blocks(rows, columns, usage)
+    constants = (("ROWS", rows), ("K", columns), ("ZERO_CENTERED", zero_centered), ("UP", rounds_up(rounding)))
+    codes, by_row = ((rows, columns), "uint8"), ((rows, columns // 32), "uint8")
+    kernel, outputs = norm_quantize_rows_kernel, (codes, by_row)
+    if usage == "both":
+        kernel, outputs = norm_quantize_kernel, (codes, by_row, codes, ((rows // 32, columns), "uint8"))
     size, warps = blocks("norm_quantize", rows * columns, arch)
     size = width(columns, size)
-    return Launch(norm_quantize_kernel, tiles(rows, columns, size), outputs, (*constants, ("BC", size)), warps, 1)
+    return Launch(kernel, tiles(rows, columns, size), outputs, (*constants, ("BC", size)), warps, 1)
 
 
 def norm_backward(rows: int, columns: int, zero_centered: bool, dtype: str, programs: int = 1024) -> Launch:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .blocks import HOPPER, blocks
-from .launch import Launch, cdiv, power_of_two
+from .launch import Launch, cdiv, power_of_two, require
 
 
 @triton.jit
@@ -178,6 +178,12 @@ def split_backward_kernel(dk, dv, cos, sin, dkv, dk_pe, N1: tl.constexpr, S0: tl
 Table = tuple[int, int, int]  # n1, and the strides, in table rows, of i0 and i1
 
 
+def check_rotary(rotary: int, dim: int, *layouts: str) -> None:
+    require(rotary % 2 == 0 and 2 <= rotary <= dim, "rotary", rotary, f"an even number of at most {dim}")
+    for layout in layouts:
+        require(layout in ("pairs", "halves"), "layout", layout, "'pairs' or 'halves'")
+
+
 def _blocks(op: str, tokens: int, heads: int, dim: int, arch: int, block_heads: int | None) -> tuple[int, int]:
     """Heads a program has at once, and its warps."""
     size, warps = blocks(op, tokens * heads * dim, arch)
@@ -188,6 +194,7 @@ def rope(tokens: int, heads: int, dim: int, rotary: int, table: Table, read: str
          dtype: str, copy: bool, block_heads: int | None = None, arch: int = HOPPER) -> Launch:  # fmt: skip
     """x [tokens, heads, dim], cos, sin -> y like x. Layouts "pairs" or "halves". Without `copy` only the rotary dims
     are written, into x's own buffer."""
+    check_rotary(rotary, dim, read, write)
     block, warps = _blocks("rope", tokens, heads, dim, arch, block_heads)
     kept = dim - rotary
     constants = (("N1", table[0]), ("S0", table[1]), ("S1", table[2]), ("HEADS", heads), ("DIM", dim), ("KEPT", kept))
@@ -200,6 +207,8 @@ def rope(tokens: int, heads: int, dim: int, rotary: int, table: Table, read: str
 
 
 def _split_constants(heads, nope, rotary, value, table, read, write, block) -> tuple:
+    check_rotary(rotary, nope + rotary, read, write)
+    require(nope >= 0 and value > 0, "nope, value", (nope, value), "at least 0 and 1")
     constants = (("N1", table[0]), ("S0", table[1]), ("S1", table[2]), ("HEADS", heads), ("NOPE", nope))
     constants += (("ROPE", rotary), ("VALUE", value), ("READ_PAIRS", read == "pairs"))
     constants += (("WRITE_PAIRS", write == "pairs"), ("BH", block), ("BN", power_of_two(max(nope, 1))))

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from .blocks import HOPPER, blocks
-from .launch import Launch, cdiv
-from .mxfp8 import encode, largest, load, magnitude, pieces, scale_of, spread, store, width
-from .rope import load_neighbours, rotate, table_row
+from .launch import Launch, cdiv, require
+from .mxfp8 import encode, largest, load, magnitude, pieces, rounds_up, scale_of, spread, store, width
+from .rope import check_rotary, load_neighbours, rotate, table_row
 
 
 @triton.jit
@@ -92,13 +92,16 @@ def supports(dim: int, rotary: int) -> str | None:
 def rope_quantize(rows: int, heads: int, dim: int, rotary: int, table: tuple[int, int, int], read: str, write: str,
                   inverse: bool, rounding: str = "up", arch: int = HOPPER) -> Launch:  # fmt: skip
     """x [rows, heads, dim], cos, sin -> row-wise codes and scales, column-wise codes and scales, of the rotation."""
+    check_rotary(rotary, dim, read, write)
+    require(supports(dim, rotary) is None, "rotary", rotary, f"with dim {dim}, multiples of 32 and a power of two")
+    require(rows % 32 == 0, "rows", rows, "a multiple of 32")
     kept = dim - rotary
     size, warps = blocks("rope_quantize", rows * heads * dim, arch)
     size = width(kept, size)
     parts = cdiv(kept, size)
     constants = (("N1", table[0]), ("S0", table[1]), ("S1", table[2]), ("HEADS", heads), ("DIM", dim), ("KEPT", kept))
     constants += (("READ_PAIRS", read == "pairs"), ("WRITE_PAIRS", write == "pairs"), ("INVERSE", inverse))
-    constants += (("UP", rounding == "up"), ("ROTARY", rotary), ("BC", size), ("PARTS", parts))
+    constants += (("UP", rounds_up(rounding)), ("ROTARY", rotary), ("BC", size), ("PARTS", parts))
     codes = ((rows, heads, dim), "uint8")
     outputs = (codes, ((rows, heads, dim // 32), "uint8"), codes, ((rows // 32, heads, dim), "uint8"))
     return Launch(rope_quantize_kernel, (cdiv(rows, 32) * heads * (parts + 1),), outputs, constants, warps, 1)

@@ -36,6 +36,7 @@ LAUNCHES = {
     ),
     "norm": (norm.norm(R, 7168, 1e-6, False, BF16), [BF16, F32]),
     "rstd": (norm.rstd(R, 7168, 1e-6), [BF16]),
+    "norm_quantize, rowwise": (norm.norm_quantize(R, 1536, False, "rowwise"), [BF16, F32, F32]),
     "norm_quantize": (norm.norm_quantize(R, 7168, False), [BF16, F32, F32]),
     "norm_backward": (norm.norm_backward(R, 7168, False, BF16), [BF16, F32, F32, BF16]),
 }

@@ -199,6 +199,8 @@ def test_norm(dtype, zero_centered):
     found = run(norm.norm_quantize(rows, columns, zero_centered), x, rstd_too, scale)
     judge_codes(found[:2], wanted, 1, ties=TIES)
     judge_codes(found[2:], wanted, 0, ties=TIES)
+    by_row = run(norm.norm_quantize(rows - 3, columns, zero_centered, "rowwise"), x[:-3], rstd_too[:-3], scale)
+    assert all(np.array_equal(to_numpy(a), to_numpy(b)[:-3]) for a, b in zip(by_row, found[:2], strict=True))
     assert np.allclose(f(rstd_too), f(rstd), rtol=1e-6)
     for programs in (7, 32):  # ragged: 32 rows by 7 programs
         dx, partial = run(norm.norm_backward(rows, columns, zero_centered, dtype, programs), x, rstd, scale, dy)
