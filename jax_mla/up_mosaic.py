@@ -14,12 +14,17 @@ from jax_mla.operands import Operand
 _HOPPER = 90
 
 
-def implementation(forward: Callable, backward: Callable) -> dispatch.Implementation:
-    """For an op's table: `q_forward` or `kv_forward`, and the shared backward pass, which takes its parts' name."""
+def implementation(forward: Callable, misfit: Callable, backward: Callable) -> dispatch.Implementation:
+    """For an op's table: `q_forward` or `kv_forward`, its `_misfit`, and the shared backward pass, which takes its
+    parts' name."""
+
+    def supports(static=None, *args):
+        if static is None or len(args) == 1:  # this machine; the backward pass, which has other kernels
+            return _unavailable()
+        return misfit(static, *args) or _unavailable()
+
     return dispatch.Implementation(
-        functools.partial(forward, _parts),
-        lambda *args: backward(_parts(), *args),
-        functools.partial(_supports, forward),
+        functools.partial(forward, _parts), lambda *args: backward(_parts(), *args), supports
     )
 
 
@@ -36,13 +41,7 @@ def _unavailable() -> str | None:
     return None
 
 
-def _supports(forward: Callable, static=None, *args) -> str | None:
-    if static is None or len(args) == 1:  # this machine; the backward pass, which has other kernels
-        return _unavailable()
-    return (_misfit if forward is q_forward else _kv_misfit)(static, *args) or _unavailable()
-
-
-def _misfit(static, x: Operand, w: Operand, cos, sin, norm_scale, bias) -> str | None:
+def q_misfit(static, x: Operand, w: Operand, cos, sin, norm_scale, bias) -> str | None:
     """Why the kernel could run these arguments of `q_up_proj_rope` on no machine, or None."""
     rotary = static.rope.rotary_dim
     return _shared_misfit(static, x, w, static.rope.input_layout, static.rope.output_layout) or _dims(
@@ -50,7 +49,7 @@ def _misfit(static, x: Operand, w: Operand, cos, sin, norm_scale, bias) -> str |
     )
 
 
-def _kv_misfit(static, x: Operand, w: Operand, k_pe, cos, sin, norm_scale, bias) -> str | None:
+def kv_misfit(static, x: Operand, w: Operand, k_pe, cos, sin, norm_scale, bias) -> str | None:
     if bias is not None:
         return "found a bias, which the kernel does not add"
     nope = static.rope_kv.nope_dim
@@ -76,6 +75,13 @@ def _dims(x: jax.Array, w: jax.Array, **dims) -> str | None:
     return kernels.supports(tokens=math.prod(tokens), rank=rank, dtype=x.dtype, **dims)
 
 
+def _check_shard(op: str, x: jax.Array, w: jax.Array, **dims) -> None:
+    """Under an Auto mesh what a device has is known no sooner."""
+    reason = _dims(x, w, **dims)
+    if reason is not None:
+        raise NotImplementedError(f"{op}: 'mosaic': {reason}, on each device")
+
+
 def _prepared(parts: Callable, static, train: bool, x, w, norm_scale, bias):
     """x, normalised if it is to be; w in its dtype, as halves, whole but for its heads; residuals."""
     project = static.project.using(parts())
@@ -95,6 +101,7 @@ def q_forward(parts: Callable, static, train: bool, x, w, cos, sin, norm_scale, 
     def kernel(x, w, cos, sin, bias):
         from jax_mla.kernels import mosaic_up_proj as kernels
 
+        _check_shard("q_up_proj_rope", x, w, nope=w.shape[2] - rotary, rotary=rotary)
         tables = (jnp.broadcast_to(t, (*x.shape[:-1], t.shape[-1])).reshape(-1, t.shape[-1]) for t in (cos, sin))
         sizes = dict(heads=w.shape[1], nope=w.shape[2] - rotary, rotary=rotary)
         q = kernels.q_up(launches.flat(x, 1), w, *tables, bias, **sizes)
@@ -114,6 +121,7 @@ def kv_forward(parts: Callable, static, train: bool, x, w, k_pe, cos, sin, norm_
         from jax_mla.kernels import mosaic_up_proj as kernels
 
         nope = static.rope_kv.nope_dim
+        _check_shard("kv_up_proj_rope", x, w, nope=nope, rotary=k_pe.shape[-1], value=w.shape[2] - nope)
         sizes = dict(heads=w.shape[1], nope=nope, value=w.shape[2] - nope)
         k, v = kernels.kv_up(launches.flat(x, 1), w, launches.flat(k_pe, 1), **sizes)
         return tuple(a.reshape(*x.shape[:-1], *a.shape[1:]) for a in (k, v))
