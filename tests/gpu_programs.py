@@ -64,7 +64,6 @@ VARIANTS = {
     "float32": (F32, False, None, None),
     "bfloat16": (BF16, False, None, None),
     "float32, norm and bias": (F32, True, None, None),
-    "bfloat16, norm and bias": (BF16, True, None, None),
     "mxfp8": (F32, False, "mxfp8", None),
     "mxfp8, out": (F32, False, "mxfp8", "mxfp8"),
 }

@@ -94,10 +94,6 @@ OPS = {
         [LATENT, array(512, H, 256), array(B, T, 64), SCALE],
     ),
     "mla": (lambda p, x: mla(p, x, CONFIG, implementation=("triton", "xla")), [PARAMS, array(B, T, 128)]),
-    "mla, mxfp8": (
-        lambda p, x: mla(p, x, CONFIG, recipe="mxfp8", implementation=("triton", "xla")),
-        [PARAMS, array(B, T, 128)],
-    ),
 }
 FORWARD = {
     "swizzle_scales": (lambda s: swizzle_scales(s, token_axis=-3, **ONE), [array(B, T, H, 6, dtype=jnp.uint8)]),

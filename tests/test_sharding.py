@@ -138,7 +138,10 @@ KINDS = ["Auto", "Explicit", "Manual", "Manual, unchecked"]
 OPAQUE = ["apply_rope", "apply_rope_kv", "rms_norm", "q_up_proj_rope, mxfp8", "kv_up_proj_rope, mxfp8"]
 
 
-@pytest.mark.parametrize("name, kind", [*itertools.product(OPS, KINDS), *((name, "Auto, opaque") for name in OPAQUE)])
+CASES = [(name, kind) for name, kind in itertools.product(OPS, KINDS) if "mxfp8" not in name or kind != "Manual"]
+
+
+@pytest.mark.parametrize("name, kind", CASES + [(name, "Auto, opaque") for name in OPAQUE])
 def test_an_op_gives_one_devices_values_and_gradients(name, kind, monkeypatch):
     if kind == "Auto, opaque":
         opaque(monkeypatch)
@@ -222,7 +225,8 @@ def layer_inputs():
     return params, draw(rng, B, T, M), draw(rng, B, T, M)
 
 
-LAYERS = [*itertools.product(["Auto", "Explicit"], [None, IDS], [{}, TP, FSDP]), ("Auto, opaque", IDS, FSDP)]
+LAYERS = [("Auto", None, {}), ("Auto", IDS, TP), ("Auto", None, FSDP), ("Auto, opaque", IDS, FSDP)]
+LAYERS += [("Explicit", IDS, {}), ("Explicit", None, TP), ("Explicit", IDS, FSDP)]
 
 
 @pytest.mark.parametrize(
