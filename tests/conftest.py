@@ -18,6 +18,8 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
             "--xla_force_host_platform_device_count=8",
             "--xla_llvm_disable_expensive_passes=true",
             "--xla_backend_optimization_level=1",
+            # A module in 32 parts is for machines with more cores than tests run at once.
+            "--xla_cpu_parallel_codegen_split_count=1",
         ]
     )
 
