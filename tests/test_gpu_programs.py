@@ -89,15 +89,12 @@ def expected(op: str) -> dict[str, dict]:
 def test_passes_over_memory(monkeypatch):
     """No array of such a size but these: no copy or transpose, the RoPE's neither, and no float32 but dW."""
     programs = expected("q") | expected("kv")
-    found = compiled(monkeypatch, *programs)
+    found = compiled(monkeypatch, *programs, "q, mxfp8, out")
     for name, wanted in programs.items():
         assert found[name] == wanted, name
-
-
-@pytest.mark.xfail(strict=True, reason='out="mxfp8" writes the product as float32, which RoPE and the split then read')
-def test_heads_are_never_float32_on_their_way_to_mxfp8(monkeypatch):
-    for name, found in compiled(monkeypatch, "q, mxfp8, out").items():
-        assert not any(kind.endswith("f32") for kind in found["written"]["heads"]), name
+    # What a kernel from the latent to codes is to do away with: the product in float32, once.
+    heads = found["q, mxfp8, out"]["written"]["heads"]
+    assert {kind: n for kind, n in heads.items() if kind.endswith("f32")} == {"gemm f32": 1}, heads
 
 
 def test_kernels_under_an_auto_mesh_gather_nothing(monkeypatch):

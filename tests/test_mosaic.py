@@ -189,7 +189,6 @@ def op_case(op, weight=F32, normed=True, biased=True):
         (q_up_proj_rope, {}),
         (q_up_proj_rope, dict(weight=BF16, normed=False, biased=False)),
         (kv_up_proj_rope, dict(biased=False)),
-        (kv_up_proj_rope, dict(weight=BF16, normed=False, biased=False)),
     ],
 )
 def test_the_ops_around_the_kernels(op, case, monkeypatch):

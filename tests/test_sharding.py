@@ -252,7 +252,7 @@ def test_the_layer_gives_one_devices_values_and_gradients(kind, ids, specs, monk
             assert found[1][0][name].sharding.is_equivalent_to(NamedSharding(devices, spec), params[name].ndim)
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("kind", ["Explicit"])  # its ops under an Auto mesh: above
 def test_the_layer_in_mxfp8_gives_one_devices_values_and_gradients(kind):
     """Data, heads and FSDP at once: blocks are cut on each device, and weights gathered as what the GEMM reads."""
     config = MLAConfig(64, H, 64, 64, 32, 32, 32, norm_eps=1e-2, attention_bias=True)
