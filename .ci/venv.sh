@@ -26,7 +26,8 @@ ensure_venv() {
   fi
   if [ ! -f "$stamp" ] || ! cmp -s pyproject.toml "$stamp"; then
     echo "installing jax_mla[$extras] into .venv (a few minutes the first time)" >&2
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check --editable ".[$extras]" || return 1
+    # Python compiles what is imported as it is, a small part of what is installed.
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[$extras]" || return 1
     cp pyproject.toml "$stamp"
   fi
 }
@@ -40,10 +41,10 @@ ensure_cuda_compiler() {
   version=$("$PYTHON" -c 'import importlib.metadata as m; print(m.version("jax"))')
   pip() { "$PYTHON" -m pip --quiet --disable-pip-version-check "$@"; }
   if ! pip show jax-cuda13-plugin 2>/dev/null; then
-    pip install --no-deps "jax-cuda13-plugin==$version" || echo "no jax-cuda13-plugin==$version" >&2
+    pip install --no-compile --no-deps "jax-cuda13-plugin==$version" || echo "no jax-cuda13-plugin==$version" >&2
   fi
   if ! pip show jax-cuda13-pjrt 2>/dev/null && [ ! -d ".venv/pjrt/jax_cuda13_pjrt-$version.dist-info" ]; then
     rm -rf .venv/pjrt
-    pip install --no-deps --target .venv/pjrt "jax-cuda13-pjrt==$version" || echo "no jax-cuda13-pjrt==$version" >&2
+    pip install --no-compile --no-deps --target .venv/pjrt "jax-cuda13-pjrt==$version" || echo "no jax-cuda13-pjrt==$version" >&2
   fi
 }
