@@ -48,10 +48,7 @@ def _q_up(i: Inputs, recipe, by_hand) -> list[Case]:
 
     functions = {name: ours(name) for name in names("q_up_proj_rope")}
     functions |= {name: peer(function) for name, function in by_hand.items()}
-    forward = {name: _forward(name, function, recipe) for name, function in functions.items()}
-    pulled = {name: backward(function) for name, function in functions.items()}
-    best = forward["jnp_best"]
-    fwd = Case("fwd", forward, args, wide(best), bytes=moved(best, *args), flops=gemm, **_judged(recipe))
+    fwd, pulled = _forward_case(functions, args, recipe, gemm), {n: backward(f) for n, f in functions.items()}
     best, args = pulled["jnp_best"], (*args, row)
     touched = moved(best, *args) + size(jax.eval_shape(made, row))
     before = lambda x, w, scale, row: made(row)  # noqa: E731
@@ -89,12 +86,15 @@ def _kv_up(i: Inputs, recipe, by_hand) -> list[Case]:
 
     functions = {name: ours(name) for name in names("kv_up_proj_rope")}
     functions |= {name: peer(function) for name, function in by_hand.items()}
-    forward = {name: _forward(name, function, recipe) for name, function in functions.items()}
-    pulled = {name: backward(function) for name, function in functions.items()}
-    best = forward["jnp_best"]
-    fwd = Case("fwd", forward, args, wide(best), bytes=moved(best, *args), flops=gemm, **_judged(recipe))
+    fwd, pulled = _forward_case(functions, args, recipe, gemm), {n: backward(f) for n, f in functions.items()}
     best, args = pulled["jnp_best"], (*args, *cotangents)
     return [fwd, Case("bwd", pulled, args, wide(best), bytes=moved(best, *args), flops=2 * gemm)]
+
+
+def _forward_case(functions: dict, args: tuple, recipe, flops: float) -> Case:
+    forward = {name: _forward(name, function, recipe) for name, function in functions.items()}
+    best = forward["jnp_best"]
+    return Case("fwd", forward, args, wide(best), bytes=moved(best, *args), flops=flops, **_judged(recipe))
 
 
 def _forward(name: str, function, recipe):
@@ -115,9 +115,7 @@ def _judged(recipe) -> dict:
 
     def values(results):
         arrays = iter(jax.tree.leaves(results))
-        return [
-            peers.dequantize_best(c, s, axis, jnp.float32)
-            for c, s, axis in zip(arrays, arrays, itertools.cycle((-1, 1)))
-        ]  # noqa: B905
+        pairs = zip(arrays, arrays, itertools.cycle((-1, 1)), strict=False)
+        return [peers.dequantize_best(codes, scales, axis, jnp.float32) for codes, scales, axis in pairs]
 
     return dict(read=values, error=rms_error)

@@ -116,17 +116,8 @@ def _backward(implementation: str, static: Static, saved: Residuals, dk, dv):
     return dx, dw, dk_pe, dcos, dsin, dscale, dbias
 
 
-def _norm_row(static: Static, *args) -> int:
-    """As in q_up."""
-    if len(args) == 1:
-        latent = args[0].project.latent
-        return 0 if latent is None else latent.shape[-1]
-    x, norm_scale = args[0], args[5]
-    return 0 if norm_scale is None else x.shape[-1]
-
-
 IMPLEMENTATIONS = {
-    **dispatch.composed(_forward, _backward, _norm_row),
+    **dispatch.composed(_forward, _backward, functools.partial(linear.norm_row, 5)),
     # Last: by name alone, not timed within the op yet.
     "mosaic": up_mosaic.implementation(up_mosaic.kv_forward, up_mosaic.kv_misfit, _backward),
 }

@@ -171,6 +171,13 @@ def project_backward(static: Static, saved: Residuals, dy: Operand, summed: jax.
     return dx, dw, dscale, dbias
 
 
+def norm_row(scale_at: int, static, *args) -> int:
+    """How long a row the norm of an up-projection has, 0 without one: of the op's arguments, x first and norm_scale at
+    `scale_at`, or of what it saved."""
+    latent = args[0].project.latent if len(args) == 1 else None if args[scale_at] is None else args[0]
+    return 0 if latent is None else latent.shape[-1]
+
+
 def multiply(x: jax.Array, w: jax.Array, contract: int = 1, dtype=None) -> jax.Array:
     """The product in `dtype`, by default x's, without a derivative of its own."""
     rows, inner, outer = _letters(x, w, contract)

@@ -137,18 +137,9 @@ def _backward(implementation: str, static: Static, saved: Residuals, dq):
     return dx, dw, dcos, dsin, dscale, dbias
 
 
-def _norm_row(static: Static, *args) -> int:
-    """How long a row the norm has, forward or backward; 0 without a norm."""
-    if len(args) == 1:
-        latent = args[0].project.latent
-        return 0 if latent is None else latent.shape[-1]
-    x, norm_scale = args[0], args[4]
-    return 0 if norm_scale is None else x.shape[-1]
-
-
 IMPLEMENTATIONS = {
     "cudnn": q_up_cudnn.implementation(_backward),
-    **dispatch.composed(_forward, _backward, _norm_row),
+    **dispatch.composed(_forward, _backward, functools.partial(linear.norm_row, 4)),
     # Last: by name alone, not timed within the op yet.
     "mosaic": up_mosaic.implementation(up_mosaic.q_forward, up_mosaic.q_misfit, _backward),
 }

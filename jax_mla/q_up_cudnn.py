@@ -17,12 +17,7 @@ from jax_mla.operands import Operand
 
 def implementation(backward: Callable) -> dispatch.Implementation:
     """For the op's table. backward: the shared one, which takes the name of the implementation of its parts."""
-    return dispatch.Implementation(_forward, lambda *args: backward(_parts(), *args), supports)
-
-
-def _parts() -> str:
-    """The implementation of everything but the kernel."""
-    return "xla" if launches.supports() else "triton"
+    return dispatch.Implementation(_forward, lambda *args: backward(launches.parts(), *args), supports)
 
 
 def supports(static=None, *args) -> str | None:
@@ -64,7 +59,7 @@ def _array(x: Operand) -> jax.Array:
 
 def _forward(static, train: bool, x: Operand, w: Operand, cos, sin, norm_scale, bias):
     """q, and what `linear.project_backward` needs (None unless `train`)."""
-    dtype, project = x.dtype, static.project.using(_parts())
+    dtype, project = x.dtype, static.project.using(launches.parts())
     x, w, saved = linear.factors(project, x, w, norm_scale, bias, train)
     if project.recipe is None:
         xs, ws = ((operands.read(a, dtype, None, project.implementation),) for a in (x, w))

@@ -1,6 +1,5 @@
 """The up-projections with the fused kernels for Hopper: the norm in front of them, the shared backward pass behind."""
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -23,14 +22,7 @@ def implementation(forward: Callable, misfit: Callable, backward: Callable) -> d
             return _unavailable()
         return misfit(static, *args) or _unavailable()
 
-    return dispatch.Implementation(
-        functools.partial(forward, _parts), lambda *args: backward(_parts(), *args), supports
-    )
-
-
-def _parts() -> str:
-    """The implementation of everything but the kernel."""
-    return "xla" if launches.supports() else "triton"
+    return dispatch.Implementation(forward, lambda *args: backward(launches.parts(), *args), supports)
 
 
 def _unavailable() -> str | None:
@@ -82,9 +74,9 @@ def _check_shard(op: str, x: jax.Array, w: jax.Array, **dims) -> None:
         raise NotImplementedError(f"{op}: 'mosaic': {reason}, on each device")
 
 
-def _prepared(parts: Callable, static, train: bool, x, w, norm_scale, bias):
+def _prepared(static, train: bool, x, w, norm_scale, bias):
     """x, normalised if it is to be; w in its dtype, as halves, whole but for its heads; residuals."""
-    project = static.project.using(parts())
+    project = static.project.using(launches.parts())
     x, w, saved = linear.factors(project, x, w, norm_scale, bias, train)
     w = linear.to_halves(w.astype(x.dtype), project)
     return x, sharding.gather_but_heads(w, sharding.own_heads(x, w)), saved
@@ -94,7 +86,7 @@ def _tokens(x: jax.Array) -> str:
     return " ".join(f"t{i}" for i in range(x.ndim - 1))
 
 
-def q_forward(parts: Callable, static, train: bool, x, w, cos, sin, norm_scale, bias):
+def q_forward(static, train: bool, x, w, cos, sin, norm_scale, bias):
     """q, and what `linear.project_backward` needs (None unless `train`)."""
     rotary = static.rope.rotary_dim
 
@@ -107,14 +99,14 @@ def q_forward(parts: Callable, static, train: bool, x, w, cos, sin, norm_scale, 
         q = kernels.q_up(launches.flat(x, 1), w, *tables, bias, **sizes)
         return q.reshape(*x.shape[:-1], *w.shape[1:])
 
-    x, w, saved = _prepared(parts, static, train, x, w, norm_scale, bias)
+    x, w, saved = _prepared(static, train, x, w, norm_scale, bias)
     bias = None if bias is None else linear.to_halves(bias, static.project)
     tokens = _tokens(x)
     rule = f"{tokens} R, R h D, {tokens} P, {tokens} P, h D -> {tokens} h D"
     return sharding.local("q_up_proj_rope", rule, kernel, x, w, cos, sin, bias, opaque=True), saved
 
 
-def kv_forward(parts: Callable, static, train: bool, x, w, k_pe, cos, sin, norm_scale, bias):
+def kv_forward(static, train: bool, x, w, k_pe, cos, sin, norm_scale, bias):
     """k, v, and what `linear.project_backward` needs (None unless `train`)."""
 
     def kernel(x, w, k_pe):
@@ -126,8 +118,8 @@ def kv_forward(parts: Callable, static, train: bool, x, w, k_pe, cos, sin, norm_
         k, v = kernels.kv_up(launches.flat(x, 1), w, launches.flat(k_pe, 1), **sizes)
         return tuple(a.reshape(*x.shape[:-1], *a.shape[1:]) for a in (k, v))
 
-    x, w, saved = _prepared(parts, static, train, x, w, norm_scale, bias)
-    rotation = static.using(parts()).rope_kv.rope(k_pe.shape[-1])
+    x, w, saved = _prepared(static, train, x, w, norm_scale, bias)
+    rotation = static.using(launches.parts()).rope_kv.rope(k_pe.shape[-1])
     rotated = rope.raw(rotation, k_pe[..., None, :], cos, sin)[..., 0, :]
     tokens = _tokens(x)
     rule = f"{tokens} R, R h E, {tokens} P -> {tokens} h D, {tokens} h V"

@@ -158,13 +158,19 @@ def store_columns(x, block, row, column, offsets, codes, scales, ROWS: tl.conste
 
 
 @triton.jit
+def read_tile(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, WHOLE: tl.constexpr):
+    """A program's tile as float32, and where it is."""
+    bits: tl.constexpr = x.dtype.element_ty.primitive_bitwidth
+    block, row, column, group, offsets = tile(tl.program_id(0), ROWS, COLUMNS, BC, bits)
+    values = load(x + offsets, inside(row, column, ROWS, COLUMNS), WHOLE).to(tl.float32)
+    return values, block, row, column, group, offsets
+
+
+@triton.jit
 def quantize_rows(x, codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UP: tl.constexpr, T: tl.constexpr,
                   D: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     WHOLE: tl.constexpr = (ROWS % 32 == 0) & (COLUMNS % BC == 0)
-    block, row, column, group, offsets = tile(
-        tl.program_id(0), ROWS, COLUMNS, BC, x.dtype.element_ty.primitive_bitwidth
-    )
-    values = load(x + offsets, inside(row, column, ROWS, COLUMNS), WHOLE).to(tl.float32)
+    values, block, row, column, group, offsets = read_tile(x, ROWS, COLUMNS, BC, WHOLE)
     store_rows(values, row, column, group, offsets, codes, scales, ROWS, COLUMNS, UP, WHOLE, T, D)
 
 
@@ -172,10 +178,7 @@ def quantize_rows(x, codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, U
 def quantize_columns(x, codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UP: tl.constexpr, T: tl.constexpr,
                      D: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     WHOLE: tl.constexpr = (ROWS % 32 == 0) & (COLUMNS % BC == 0)
-    block, row, column, group, offsets = tile(
-        tl.program_id(0), ROWS, COLUMNS, BC, x.dtype.element_ty.primitive_bitwidth
-    )
-    values = load(x + offsets, inside(row, column, ROWS, COLUMNS), WHOLE).to(tl.float32)
+    values, block, row, column, group, offsets = read_tile(x, ROWS, COLUMNS, BC, WHOLE)
     store_columns(values, block, row, column, offsets, codes, scales, ROWS, COLUMNS, UP, WHOLE, T, D)
 
 
@@ -183,10 +186,7 @@ def quantize_columns(x, codes, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 def quantize_both(x, row_codes, row_scales, column_codes, column_scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                   UP: tl.constexpr, T: tl.constexpr, D: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     WHOLE: tl.constexpr = (ROWS % 32 == 0) & (COLUMNS % BC == 0)
-    block, row, column, group, offsets = tile(
-        tl.program_id(0), ROWS, COLUMNS, BC, x.dtype.element_ty.primitive_bitwidth
-    )
-    values = load(x + offsets, inside(row, column, ROWS, COLUMNS), WHOLE).to(tl.float32)
+    values, block, row, column, group, offsets = read_tile(x, ROWS, COLUMNS, BC, WHOLE)
     store_rows(values, row, column, group, offsets, row_codes, row_scales, ROWS, COLUMNS, UP, WHOLE, T, D)
     store_columns(values, block, row, column, offsets, column_codes, column_scales, ROWS, COLUMNS, UP, WHOLE, T, D)
 

@@ -42,15 +42,23 @@ def rstd_kernel(x, rstd, K: tl.constexpr, EPS: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def norm_quantize_kernel(x, rstd, scale, row_codes, row_scales, column_codes, column_scales, ROWS: tl.constexpr,
-                         K: tl.constexpr, ZERO_CENTERED: tl.constexpr, UP: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """A tile [32, BC], normalised and quantised; the last rows first, which `rstd` has left in the cache."""
+def _normalised(x, rstd, scale, ROWS: tl.constexpr, K: tl.constexpr, ZERO_CENTERED: tl.constexpr, BC: tl.constexpr,
+                WHOLE: tl.constexpr):  # fmt: skip
+    """A tile [32, BC] normalised, and where it is; the last rows first, which `rstd` has left in the cache."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    WHOLE: tl.constexpr = (ROWS % 32 == 0) & (K % BC == 0)
     block, row, column, group, offsets = tile(program, ROWS, K, BC, x.dtype.element_ty.primitive_bitwidth)
     values = load(x + offsets, inside(row, column, ROWS, K), WHOLE).to(tl.float32)
     factor = _factor(load(scale + column, column < K, WHOLE), ZERO_CENTERED)
     y = values * load(rstd + row, row < ROWS, WHOLE)[:, None] * factor[None, :]
+    return y, block, row, column, group, offsets
+
+
+@triton.jit
+def norm_quantize_kernel(x, rstd, scale, row_codes, row_scales, column_codes, column_scales, ROWS: tl.constexpr,
+                         K: tl.constexpr, ZERO_CENTERED: tl.constexpr, UP: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    """A tile [32, BC], normalised and quantised."""
+    WHOLE: tl.constexpr = (ROWS % 32 == 0) & (K % BC == 0)
+    y, block, row, column, group, offsets = _normalised(x, rstd, scale, ROWS, K, ZERO_CENTERED, BC, WHOLE)
     store_rows(y, row, column, group, offsets, row_codes, row_scales, ROWS, K, UP, WHOLE)
     store_columns(y, block, row, column, offsets, column_codes, column_scales, ROWS, K, UP, WHOLE)
 
@@ -59,12 +67,8 @@ def norm_quantize_kernel(x, rstd, scale, row_codes, row_scales, column_codes, co
 def norm_quantize_rows_kernel(x, rstd, scale, codes, scales, ROWS: tl.constexpr, K: tl.constexpr,
                               ZERO_CENTERED: tl.constexpr, UP: tl.constexpr, BC: tl.constexpr):  # fmt: skip
     """As norm_quantize_kernel, of any number of rows."""
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
     WHOLE: tl.constexpr = (ROWS % 32 == 0) & (K % BC == 0)
-    block, row, column, group, offsets = tile(program, ROWS, K, BC, x.dtype.element_ty.primitive_bitwidth)
-    values = load(x + offsets, inside(row, column, ROWS, K), WHOLE).to(tl.float32)
-    factor = _factor(load(scale + column, column < K, WHOLE), ZERO_CENTERED)
-    y = values * load(rstd + row, row < ROWS, WHOLE)[:, None] * factor[None, :]
+    y, block, row, column, group, offsets = _normalised(x, rstd, scale, ROWS, K, ZERO_CENTERED, BC, WHOLE)
     store_rows(y, row, column, group, offsets, codes, scales, ROWS, K, UP, WHOLE)
 
 
