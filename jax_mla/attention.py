@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import blockwise, checks, dispatch, operands, segments, sharding
+from jax_mla import attention_cudnn, blockwise, checks, dispatch, operands, segments, sharding
 from jax_mla.mxfp8_bits import BLOCK
 from jax_mla.operands import Operand
 
@@ -54,22 +54,22 @@ def attention(
     Logits, softmax and sums are float32 (float64 for float64 q). Saved: q, k, v (of tensors the codes read), o and lse;
     the backward pass recomputes the probabilities block by block (FlashAttention-2, arXiv:2307.08691).
 
+    implementation: on an NVIDIA GPU None is "cudnn" for bfloat16 and float16, whose probabilities are rounded to the
+    dtype of q. Where one packed sequence holds NaN, its neighbours may get some with "cudnn", not with "xla".
+
     Raises ValueError or TypeError naming the argument; NotImplementedError if no implementation fits.
     """
+    sequences = None
     quantized = operands.kind(q) != "array"
     if cu_seqlens is not None:
         if quantized:
             segments.check_starts("cu_seqlens", cu_seqlens, BLOCK)
         segment_ids = _packed_ids(q, k, cu_seqlens, segment_ids, kv_segment_ids)
+        sequences = cu_seqlens.shape[-1] - 1
         one_row = segment_ids.ndim == 1
         if one_row:
             checks.dims("v", operands.shaped(v), "S H V")
             q, k, v, segment_ids = jax.tree.map(lambda a: a[None], (q, k, v, segment_ids))
-        options = dict(return_lse=return_lse, return_max_logit=return_max_logit)
-        options |= dict(grad_dtype=grad_dtype, implementation=implementation)
-        outputs = attention(q, k, v, scale=scale, causal=causal, segment_ids=segment_ids, **options)
-        # max_logit has no batch dim to take off.
-        return jax.tree.map(lambda a: a[0] if one_row and a.ndim > 1 else a, outputs)
     for argument, array in (("k", k), ("v", v)):
         if (operands.kind(array) != "array") != quantized:
             raise TypeError(f"{argument}: found {checks.show(array)}, wanted q, k and v all arrays or all MXFP8Tensors")
@@ -94,6 +94,9 @@ def attention(
         scale=scale,
         causal=causal,
         own_order=kv_segment_ids is not None,
+        sequences=sequences,
+        lse=return_lse,
+        max_logit=return_max_logit,
         dtype=jnp.dtype(operands.products(q.dtype) if quantized else q.dtype),
         grad_dtype=_grad_dtype(grad_dtype),
         implementation=dispatch.check(implementation),
@@ -102,9 +105,11 @@ def attention(
     outputs = (o,)
     if return_lse:
         outputs += (lse,)
+    if cu_seqlens is not None and one_row:
+        outputs = tuple(a[0] for a in outputs)
     if return_max_logit:
         outputs += (jnp.max(max_logits, axis=(0, 1), initial=-jnp.inf),)
-    return outputs if len(outputs) > 1 else o
+    return outputs if len(outputs) > 1 else outputs[0]
 
 
 _READ = ("rowwise", "rowwise", "columnwise")  # the copies of q, k and v
@@ -139,12 +144,18 @@ class Static:
     scale: float
     causal: bool | str
     own_order: bool  # causal is counted within each segment, whose queries and keys lie at different indices
+    sequences: int | None  # at most so many in a row, one after another, padding last; None where that is not known
+    lse: bool  # is returned, and may have a gradient
+    max_logit: bool  # is returned
     dtype: jnp.dtype  # what is multiplied in
     grad_dtype: jnp.dtype | None  # in the backward pass, where it is not `dtype`
     implementation: dispatch.Choice
 
 
-IMPLEMENTATIONS = {"xla": dispatch.Implementation(forward=blockwise.forward, backward=blockwise.backward)}
+IMPLEMENTATIONS = {
+    "cudnn": attention_cudnn.implementation(),
+    "xla": dispatch.Implementation(forward=blockwise.forward, backward=blockwise.backward),
+}
 
 # Sequences are whole on every device; sharding them is context parallelism, which is not an op's to decide.
 _FORWARD = "b T h D, b S h D, b S h V, b T, b S -> b T h V, b T h, b T h"
@@ -156,7 +167,8 @@ def _run(direction: str, static: Static, dtype, q, k, v, *arrays):
     q, k, v = (operands.read(x, dtype, usage) for x, usage in zip((q, k, v), _READ, strict=True))
     chosen = dispatch.choose("attention", IMPLEMENTATIONS, static.implementation, static, q, k, v, *arrays[:2])
     rule = _FORWARD if direction == "forward" else _BACKWARD
-    return sharding.local("attention", rule, functools.partial(getattr(chosen, direction), static), q, k, v, *arrays)
+    function = functools.partial(getattr(chosen, direction), static)
+    return sharding.local("attention", rule, function, q, k, v, *arrays, opaque=chosen.opaque)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

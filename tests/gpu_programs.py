@@ -1,5 +1,6 @@
 """Compiles up-projections for an H200 that is not there: `python tests/gpu_programs.py "q, float32"` prints, as JSON,
-what a program, by XLA's GPU compiler and at DeepSeek-V3's shapes, writes to memory and keeps for the backward pass.
+what a program, by XLA's GPU compiler and at DeepSeek-V3's shapes, writes to memory and keeps for the backward pass; and
+attention, by that name.
 
 Forward and backward are one program, and the cotangents of the heads are computed in it, as attention's backward pass
 would: so nobody else wants the buffer that the inverse RoPE is to overwrite. Needs triton, jax-triton, and jax's CUDA
@@ -11,6 +12,7 @@ import os
 import re
 import sys
 import tempfile
+from collections import Counter
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -25,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_mla.ffi.triton import TARGETS, compile_for
 
-from jax_mla import MLAConfig, init, kv_up_proj_rope, mla, q_up_proj_rope
+from jax_mla import MLAConfig, attention, init, kv_up_proj_rope, mla, q_up_proj_rope
 
 # What XLA asks about a GPU; those that jax ships descriptions of differ from version to version.
 H200 = """
@@ -76,7 +78,7 @@ def main(*names: str) -> None:
         with compile_for(90):
             print(
                 json.dumps(
-                    {n: layer_on_eight() if n == "mesh" else program(*n.split(", ", 1), sharding) for n in names}
+                    {n: OTHERS[n](sharding) if n in OTHERS else program(*n.split(", ", 1), sharding) for n in names}
                 )
             )
 
@@ -141,7 +143,7 @@ def program(op: str, variant: str, sharding) -> dict:
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
-def layer_on_eight() -> dict:
+def layer_on_eight(_) -> dict:
     """What the layer and its gradients, batch over 2 and heads over 4 GPUs of an Auto mesh, say to each other: the
     numbers of elements by collective; and how many of our kernels a GPU launches."""
     mesh = Mesh(np.reshape(gpus("1x1x8"), (2, 4)), ("data", "model"))
@@ -168,6 +170,25 @@ def layer_on_eight() -> dict:
                 found[name].append(sum(prod(map(int, filter(None, d.split(",")))) for _, d in dims))
     return found | {"kernels": sum(any(f'"{target}"' in line for target in TARGETS) for line in text.splitlines())}
 
+
+def attention_alone(sharding) -> dict:
+    """By cuDNN, forward and backward: which sorts of instruction that do anything, how often, and XLA's temporaries."""
+    heads = [(B, S, H, NOPE + ROTARY), (B, S, H, NOPE + ROTARY), (B, S, H, V), (B, S, H, V)]
+    heads = [jax.ShapeDtypeStruct(shape, BF16, sharding=sharding) for shape in heads]
+
+    def step(q, k, v, do):
+        o, pullback = jax.vjp(lambda *a: attention(*a, implementation="cudnn"), q, k, v)
+        return o, pullback(do)
+
+    compiled = jax.jit(step).trace(*heads).lower(lowering_platforms=("cuda",)).compile()
+    text = compiled.as_text()
+    lines = (_INSTRUCTION.match(line.strip()) for line in text[text.index("\nENTRY ") :].splitlines())
+    found = Counter(line.group(3) for line in lines if line and line.group(3) not in _FREE)
+    return found | {"temporaries": compiled.memory_analysis().temp_size_in_bytes}
+
+
+# What is not an up-projection, by name.
+OTHERS = {"mesh": layer_on_eight, "attention": attention_alone}
 
 _INSTRUCTION = re.compile(r"(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)")
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
