@@ -14,12 +14,10 @@ import shlex
 import sys
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 import jax_mla
-from benchmarks import ops, peers, timing
-from benchmarks.cases import Case, Inputs, names
+from benchmarks import layers, ops, timing
+from benchmarks.cases import Case, Inputs
 from jax_mla import MLAConfig
 
 
@@ -31,62 +29,16 @@ class Preset:
     dtype: str
 
 
+def _plain(config: MLAConfig) -> MLAConfig:
+    """Without YaRN, which changes tables and a factor alone."""
+    return dataclasses.replace(config, rope=jax_mla.RopeConfig())
+
+
 PRESETS = {
     "small-cpu": Preset(MLAConfig(512, 8, 256, 128, 64, 32, 64), 1, 1024, "float32"),
-    "deepseek_v3": Preset(dataclasses.replace(MLAConfig.deepseek_v3(), rope=jax_mla.RopeConfig()), 2, 4096, "bfloat16"),
+    "deepseek_v3": Preset(_plain(MLAConfig.deepseek_v3()), 2, 4096, "bfloat16"),
+    "deepseek_v2_lite": Preset(_plain(MLAConfig.deepseek_v2_lite()), 2, 4096, "bfloat16"),
 }
-
-
-def layer(preset: Preset, tokens: int, repeats: int, seed: int, recipe: str | None = None) -> list[dict]:
-    """The whole layer: output alone, and output with all gradients (parameters' and input's)."""
-    config, dtype = preset.config, jnp.dtype(preset.dtype)
-    keys = jax.random.split(jax.random.key(seed), 3)
-    params = jax.jit(lambda key: jax_mla.init(key, config))(keys[0])
-    x = jax.random.normal(keys[1], (preset.batch, tokens, config.hidden_size), dtype)
-    dy = jax.random.normal(keys[2], x.shape, dtype)
-
-    def gradients(function):
-        def step(params, x, dy):
-            y, vjp = jax.vjp(lambda params, x: function(params, x, config), params, x)
-            return y, vjp(dy)
-
-        return step
-
-    def exact(params, x, dy):
-        """The usual layer in float32, a batch row at a time: all its logits at once would not fit beside the rest."""
-        with jax.default_matmul_precision("highest"):
-            row = jax.jit(gradients(peers.jnp_usual_layer))
-            wide = jax.device_get((x, dy))
-            rows = [
-                jax.device_get(row(params, *(jnp.asarray(a[i : i + 1], jnp.float32) for a in wide)))
-                for i in range(len(x))
-            ]
-        ys, grads = zip(*rows, strict=True)
-        dparams, dxs = zip(*grads, strict=True)
-        return np.concatenate(ys), (jax.tree.map(lambda *leaves: sum(leaves), *dparams), np.concatenate(dxs))
-
-    ours = {
-        n: functools.partial(jax_mla.mla, recipe=recipe, implementation=(n, "xla")) for n in names("q_up_proj_rope")
-    }
-    implementations = ours | {"jnp_usual": peers.jnp_usual_layer}
-    rows = []
-    for direction in ("fwd", "fwd_bwd"):
-        compiled = {}
-        for name, function in implementations.items():
-            step = gradients(function) if direction == "fwd_bwd" else lambda p, x, dy, f=function: f(p, x, config)
-            compiled[name] = jax.jit(step).lower(params, x, dy).compile()
-        wanted = exact(params, x, dy)
-        if direction == "fwd":
-            wanted = wanted[0]
-        runs = {n: timing.Timed(functools.partial(c, params, x, dy)) for n, c in compiled.items()}
-        times = timing.side_by_side(runs, repeats)
-        for name, executable in compiled.items():
-            ms, spread = times[name]
-            row = dict(op="layer", direction=direction, implementation=name)
-            row |= dict(ms=ms, spread=spread, error=timing.worst_error(executable(params, x, dy), wanted))
-            row |= dict(peak_bytes=executable.memory_analysis().temp_size_in_bytes)
-            rows.append(row)
-    return rows
 
 
 def op_rows(name: str, preset: Preset, tokens: int, repeats: int, seed: int) -> list[dict]:
@@ -124,11 +76,7 @@ def _case_rows(op: str, case: Case, repeats: int) -> list[dict]:
     return rows
 
 
-def layer_mxfp8(preset: Preset, tokens: int, repeats: int, seed: int) -> list[dict]:
-    return [row | dict(op="layer_mxfp8") for row in layer(preset, tokens, repeats, seed, recipe="mxfp8")]
-
-
-OPS = {"layer": layer, "layer_mxfp8": layer_mxfp8}
+OPS = {"layer": layers.layer, "layer_mxfp8": functools.partial(layers.layer, recipe="mxfp8")}
 OPS |= {name: functools.partial(op_rows, name) for name in ops.OPS}
 CEILINGS = {"copy": "gbps", "gemm": "tflops"}  # by the rate that each is one of
 UNKNOWN = {"variant": None, "tflops": None, "gbps": None}  # what not every op's rows have

@@ -59,7 +59,7 @@ def attention_mxfp8(i: Inputs) -> list[Case]:
         return lambda *qkv: function(*values(*qkv)), lambda *a: _both(function)(*values(*a[:3]), a[3].astype(dtype))
 
     functions = {name: ours(name) for name in names("attention")}
-    functions |= {name: peer(f, peers.DEQUANTIZE[name]) for name, f in _peers(i.dtype).items()}
+    functions |= {name: peer(f, peers.DEQUANTIZE[name]) for name, f in peers.attentions(i.dtype).items()}
     exact = peer(peers.attention_exact, peers.dequantize_usual, jnp.float32)
     return _passes(functions, exact, tensors, do, _pairs(i.batch, i.tokens))
 
@@ -73,13 +73,6 @@ def _draw(i: Inputs, batch: int, length: int) -> tuple:
 def _pairs(batch: int, length: int) -> int:
     """Queries and keys that see each other, in one head."""
     return batch * length * (length + 1) // 2
-
-
-def _peers(dtype) -> dict:
-    found = {"jnp_usual": peers.attention}
-    if jax.default_backend() == "gpu" and dtype != jnp.float32:
-        found["jnp_best"] = functools.partial(peers.attention, implementation="cudnn")
-    return found
 
 
 def _both(function):
@@ -104,9 +97,6 @@ def _cases(arrays: tuple, dtype, variant: str | None = None, boundaries=None) ->
         attend = functools.partial(jax_mla.attention, implementation=name)
         return attend if boundaries is None else lambda q, k, v, at: attend(q, k, v, cu_seqlens=at)
 
-    def peer(function):
-        return function if boundaries is None else lambda q, k, v, at: function(q, k, v, peers.packed_ids(at, length))
-
     def both(function):
         def run(q, k, v, *rest):
             return _both(lambda q, k, v: function(q, k, v, *rest[:-1]))(q, k, v, rest[-1])
@@ -114,8 +104,8 @@ def _cases(arrays: tuple, dtype, variant: str | None = None, boundaries=None) ->
         return function, run
 
     functions = {name: both(ours(name)) for name in names("attention")}
-    functions |= {name: both(peer(function)) for name, function in _peers(dtype).items()}
-    exact = tuple(wide(function) for function in both(peer(peers.attention_exact)))
+    functions |= {name: both(function) for name, function in peers.attentions(dtype).items()}
+    exact = tuple(wide(function) for function in both(peers.attention_exact))
     return _passes(functions, exact, given, do, pairs, variant)
 
 

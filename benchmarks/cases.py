@@ -42,6 +42,7 @@ class Inputs:
         self.config, self.batch, self.tokens = preset.config, preset.batch, tokens
         self.dtype, self.key = jnp.dtype(preset.dtype), jax.random.key(seed)
         c = self.config
+        self.rank = c.q_lora_rank or c.hidden_size  # of what queries are made of
         self.heads, self.nope, self.rope, self.value = c.num_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
         self.cos, self.sin = jax_mla.rope_tables(jnp.arange(tokens, dtype=jnp.int32), c.rope, self.rope)
 

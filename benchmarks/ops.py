@@ -24,7 +24,7 @@ def copy(i: Inputs) -> list[Case]:
 
 def gemm(i: Inputs) -> list[Case]:
     """The ceiling of what multiplies: the Q up-projection alone."""
-    rank, width = i.config.q_lora_rank, i.heads * (i.nope + i.rope)
+    rank, width = i.rank, i.heads * (i.nope + i.rope)
     x, w = i.draw(i.batch * i.tokens, rank), i.draw(rank, width) * rank**-0.5
     return [Case("fwd", {"xla": jnp.dot}, (x, w), wide(jnp.dot), flops=2 * i.batch * i.tokens * rank * width)]
 
@@ -84,7 +84,7 @@ def rms_norm_mxfp8(i: Inputs) -> list[Case]:
         return peers.quantize_best(peers.norm_best(x, scale, 1e-6), -1, 1)
 
     cases = []
-    for variant, width in (("latent", i.config.q_lora_rank), ("hidden", i.config.hidden_size)):
+    for variant, width in (("latent", i.rank), ("hidden", i.config.hidden_size)):
         args = i.per_token(width), i.draw(width, dtype=jnp.float32)
         candidates = {name: functools.partial(ours, name) for name in names("rms_norm_quantize")}
         candidates |= {"jnp_usual": usual, "jnp_best": best}

@@ -1,45 +1,9 @@
-"""The layer and its ops as JAX users write them: what ours is measured against. It shares no code with the library."""
+"""The ops as JAX users write them: what ours are measured against. It shares no code with the library."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
-
-
-def jnp_usual_layer(params, x, config):
-    """An MLA layer in plain jnp: rotary pairs by strided slices, softmax over all of T x S, default derivatives."""
-    H, N, P, C = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
-    length = x.shape[1]
-    frequencies = 1.0 / config.rope.theta ** (jnp.arange(0, P, 2) / P)
-    angles = jnp.arange(length)[:, None] * frequencies[None]
-    cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
-
-    def norm(x, scale):
-        wide = x.astype(jnp.float32)
-        mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        return (wide * jax.lax.rsqrt(mean + config.norm_eps) * scale).astype(x.dtype)
-
-    def rope(x):
-        even, odd = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
-        return jnp.concatenate([even * cos - odd * sin, odd * cos + even * sin], axis=-1).astype(x.dtype)
-
-    def weight(name):
-        return params[name].astype(x.dtype)
-
-    if config.q_lora_rank is None:
-        q = jnp.einsum("btm,mhd->bthd", x, weight("wq"))
-    else:
-        q = jnp.einsum("btr,rhd->bthd", norm(x @ weight("wq_a"), params["q_norm"]), weight("wq_b"))
-    q = jnp.concatenate([q[..., :N], rope(q[..., N:])], axis=-1)
-    latent = x @ weight("wkv_a")
-    kv = jnp.einsum("btc,chd->bthd", norm(latent[..., :C], params["kv_norm"]), weight("wkv_b"))
-    shared = jnp.broadcast_to(rope(latent[..., None, C:]), (*x.shape[:2], H, P))
-    k, v = jnp.concatenate([kv[..., :N], shared], axis=-1), kv[..., N:]
-    logits = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * config.softmax_scale
-    logits = jnp.where(jnp.tril(jnp.ones((length, length), bool)), logits, -jnp.inf)
-    o = jnp.einsum("bhts,bshv->bthv", jax.nn.softmax(logits, axis=-1).astype(x.dtype), v)
-    return jnp.einsum("bthv,hvm->btm", o, weight("wo"))
-
 
 # --- Ops. "usual": as they are written by hand; "best": the fastest jnp we can write ---------------------------------
 
@@ -227,7 +191,7 @@ def _mxfp8_product(quantize, dequantize):
     return multiply
 
 
-_MULTIPLY = {name: _mxfp8_product(QUANTIZE[name], DEQUANTIZE[name]) for name in QUANTIZE}
+MULTIPLY = {name: _mxfp8_product(QUANTIZE[name], DEQUANTIZE[name]) for name in QUANTIZE}
 
 
 # --- Up-projections of a latent x [B, T, R] and a norm's scale; under MXFP8 in float32, for codes to be made of -------
@@ -247,11 +211,11 @@ def q_up_best(x, w, scale, cos, sin, nope):
 
 
 def q_up_mxfp8_usual(x, w, scale, cos, sin, nope):
-    return rope_usual(_MULTIPLY["jnp_usual"](norm_usual(x, scale, 1e-6), w), cos, sin, nope)
+    return rope_usual(MULTIPLY["jnp_usual"](norm_usual(x, scale, 1e-6), w), cos, sin, nope)
 
 
 def q_up_mxfp8_best(x, w, scale, cos, sin, nope):
-    return rope_best(_MULTIPLY["jnp_best"](norm_best(x, scale, 1e-6), w), cos, sin, nope)
+    return rope_best(MULTIPLY["jnp_best"](norm_best(x, scale, 1e-6), w), cos, sin, nope)
 
 
 def kv_up_usual(x, w, scale, k_pe, cos, sin, nope):
@@ -265,34 +229,62 @@ def kv_up_best(x, w, scale, k_pe, cos, sin, nope):
 
 
 def kv_up_mxfp8_usual(x, w, scale, k_pe, cos, sin, nope):
-    return split_usual(_MULTIPLY["jnp_usual"](norm_usual(x, scale, 1e-6), w), k_pe.astype(f32), cos, sin, nope)
+    return split_usual(MULTIPLY["jnp_usual"](norm_usual(x, scale, 1e-6), w), k_pe.astype(f32), cos, sin, nope)
 
 
 def kv_up_mxfp8_best(x, w, scale, k_pe, cos, sin, nope):
-    return split_best(_MULTIPLY["jnp_best"](norm_best(x, scale, 1e-6), w), k_pe.astype(f32), cos, sin, nope)
+    return split_best(MULTIPLY["jnp_best"](norm_best(x, scale, 1e-6), w), k_pe.astype(f32), cos, sin, nope)
 
 
 # --- Attention --------------------------------------------------------------------------------------------------------
 
 
-def attention(q, k, v, ids=None, implementation="xla"):
-    """Causal, within ids [B, T] if there are any; v padded to the width of q and k, which `jax.nn` wants alike."""
+def attention_usual(q, k, v, at=None, implementation="xla"):
+    """Causal, within packed sequences of boundaries `at` [B, n + 1] if there are any; by the public function, which
+    wants v as wide as q and k."""
     width = v.shape[-1]
     v = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - width)])
+    ids = None if at is None else packed_ids(at, q.shape[1])
     mask = None if ids is None else ids[:, None, :, None] == ids[:, None, None, :]
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=implementation)[..., :width]
 
 
-def packed_ids(boundaries, length):
+def attention_best(q, k, v, at=None):
+    """By cuDNN through JAX's private function, which takes v as it is. But not of packed sequences: where v is narrower
+    it counts their offsets wrong. An end that is none is -1 there."""
+    from jax._src.cudnn import fused_attention_stablehlo as private
+
+    scale, width = q.shape[-1] ** -0.5, v.shape[-1]
+    if at is None:
+        return private.dot_product_attention(q, k, v, scale=scale, mask_type=private.MaskType.CAUSAL)
+    lengths = jnp.diff(at).astype(jnp.int32)
+    lengths = jnp.where(lengths > 0, lengths, -1)
+    offsets = jnp.where(lengths > 0, at[:, :-1].astype(jnp.int32), -1)
+    offsets = jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)
+    v = jnp.pad(v, [(0, 0)] * 3 + [(0, q.shape[-1] - width)])
+    packed = dict(q_seqlen=lengths, kv_seqlen=lengths, q_offsets=offsets, kv_offsets=offsets)
+    mask = private.MaskType.PADDING_CAUSAL
+    return private.dot_product_attention(q, k, v, scale=scale, mask_type=mask, **packed)[..., :width]
+
+
+def attentions(dtype):
+    """By name, for arrays of that dtype here: on a GPU, but for float32, both are cuDNN's."""
+    if jax.default_backend() != "gpu" or dtype == f32:
+        return {"jnp_usual": attention_usual}
+    return {"jnp_usual": functools.partial(attention_usual, implementation="cudnn"), "jnp_best": attention_best}
+
+
+def packed_ids(at, length):
     """Which sequence each token is of, [B, T], from boundaries [B, n + 1]."""
-    return jnp.sum(boundaries[:, None, :] <= jnp.arange(length)[:, None], axis=-1)
+    return jnp.sum(at[:, None, :] <= jnp.arange(length)[:, None], axis=-1)
 
 
-def attention_exact(q, k, v, ids=None):
+def attention_exact(q, k, v, at=None):
     """The reference: softmax over the whole matrix, a head at a time, so that one head's logits are all there is."""
     length, scale = q.shape[1], q.shape[-1] ** -0.5
     visible = jnp.tril(jnp.ones((length, length), bool))
-    if ids is not None:
+    if at is not None:
+        ids = packed_ids(at, length)
         visible = visible & (ids[:, :, None] == ids[:, None, :])
 
     @jax.checkpoint

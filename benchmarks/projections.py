@@ -23,7 +23,7 @@ def q_up_mxfp8(i: Inputs) -> list[Case]:
 
 def _q_up(i: Inputs, recipe, by_hand) -> list[Case]:
     """The cotangent is made in the program: its buffer is the backward pass's to reuse."""
-    rank, width = i.config.q_lora_rank, i.nope + i.rope
+    rank, width = i.rank, i.nope + i.rope
     args = i.per_token(rank), i.draw(rank, i.heads, width) * rank**-0.5, 1 + 0.1 * i.draw(rank)
     row = i.draw(1, 1, i.heads, width)
     gemm = 2 * i.batch * i.tokens * rank * i.heads * width

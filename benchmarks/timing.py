@@ -36,7 +36,7 @@ def side_by_side(candidates: dict[str, Timed], repeats: int) -> dict[str, tuple[
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(repeats):
         for name, timed in candidates.items():
-            times[name].append(_sample(timed))
+            times[name].append(sample(timed))
     results = {}
     for name, values in times.items():
         low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
@@ -44,7 +44,7 @@ def side_by_side(candidates: dict[str, Timed], repeats: int) -> dict[str, tuple[
     return results
 
 
-def _sample(timed: Timed) -> float:
+def sample(timed: Timed) -> float:
     start = time.perf_counter()
     for _ in range(timed.calls):
         result = None  # frees the last call's results for this one's
@@ -91,7 +91,7 @@ def prepare(function: Callable, compiled: Callable, sets: list[tuple], donate: b
     if not repeats_in_program():
         return single
     turn_bytes = size(single.run()) + size(args)
-    count, calls = plan(min(_sample(single) for _ in range(3)), 0 if donate else turn_bytes)
+    count, calls = plan(min(sample(single) for _ in range(3)), 0 if donate else turn_bytes)
     if count == 1:
         return dataclasses.replace(single, calls=calls)
     if donate:
@@ -132,15 +132,6 @@ def _runner(compiled: Callable, args: tuple, donate: bool) -> Callable[[], objec
         return result
 
     return run
-
-
-def worst_error(found, wanted) -> float:
-    """The largest error over all arrays of a pytree, each relative to the largest entry of the wanted array."""
-    errors = []
-    for f, w in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        f, w = np.asarray(f, np.float64), np.asarray(w, np.float64)
-        errors.append(np.max(np.abs(f - w)) / max(np.max(np.abs(w)), np.finfo(np.float32).tiny))
-    return shown(np.max(errors))
 
 
 def shown(error: float) -> float:

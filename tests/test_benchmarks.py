@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_mla
 from benchmarks import __main__ as benchmarks
-from benchmarks import cases, ops, timing
+from benchmarks import cases, layers, ops, peers, timing
+from jax_mla import MLAConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = {"op", "pass", "implementation", "preset", "tokens", "ms", "spread", "tflops", "gbps", "error", "peak_bytes"}
@@ -98,6 +100,46 @@ def test_candidates_agree_with_the_reference(op, at):
         assert cases.error(results, wanted) < 1e-5, name
 
 
+def test_every_peer_of_the_layer_is_one():
+    """With and without a low rank of queries; in MXFP8 but for its rounding."""
+
+    def errors(config):
+        args = (
+            jax_mla.init(jax.random.key(0), config),
+            jax.random.normal(jax.random.key(1), (1, 64, config.hidden_size)),
+        )
+        made = {False: layers.PARTS, True: layers.PARTS_MXFP8}
+
+        @jax.jit
+        def everything(params, x):
+            found = {
+                (name, mxfp8): layers.jnp_layer(parts[name], peers.attention_usual, config, params, x)
+                for mxfp8, parts in made.items()
+                for name in parts
+            }
+            return jax_mla.mla(params, x, config), found
+
+        wanted, found = everything(*args)
+        return {key: cases.rms_error(y, wanted) for key, y in found.items()}
+
+    tiny = MLAConfig.tiny()
+    for config in (tiny, dataclasses.replace(tiny, q_lora_rank=None)):
+        for (_, mxfp8), error in errors(config).items():
+            assert 1e-3 < error < 0.1 if mxfp8 else error < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+def test_gpu_peers_of_attention(width):
+    """Of packed sequences, one of which is none, too."""
+    shapes = [(2, 128, 3, d) for d in (128, 128, width)]
+    q, k, v = (jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(shapes))
+    for at in (None, jnp.array([[0, 50, 50, 128], [0, 1, 90, 128]])):
+        wanted = peers.attention_exact(q, k, v, at)
+        for name, function in peers.attentions(jnp.bfloat16).items():
+            assert cases.error(jax.jit(function)(q, k, v, at), wanted) < 2e-2, name
+
+
 def wave(x, y):
     return jnp.sin(x) + y, jnp.cos(x) @ y
 
@@ -172,7 +214,7 @@ def test_the_recorded_command_names_no_place():
 
 
 def test_a_wrong_result_shows_as_wrong():
-    assert timing.worst_error([1.0, 2.0], [1.0, 1.0]) == 1.0
+    assert cases.error([1.0, 2.0], [1.0, 1.0]) == 1.0
     x = jnp.arange(4.0)
     candidates = {"xla": jnp.negative, "triton": jnp.abs}
     rows = benchmarks._case_rows("copy", cases.Case("fwd", candidates, (x,), jnp.negative), 1)
