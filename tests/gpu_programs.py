@@ -25,6 +25,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax_mla.ffi import cudnn_attention
 from jax_mla.ffi.triton import TARGETS, compile_for
 
 from jax_mla import MLAConfig, attention, init, kv_up_proj_rope, mla, q_up_proj_rope
@@ -145,7 +146,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 
 def layer_on_eight(_) -> dict:
     """What the layer and its gradients, batch over 2 and heads over 4 GPUs of an Auto mesh, say to each other: the
-    numbers of elements by collective; and how many of our kernels a GPU launches."""
+    numbers of elements by collective; and how many of our kernels, and of cuDNN's for attention, a GPU launches."""
     mesh = Mesh(np.reshape(gpus("1x1x8"), (2, 4)), ("data", "model"))
     config = MLAConfig(512, 8, 256, 128, NOPE, ROTARY, V)
     heads = {"wq_b": P(None, "model"), "wkv_b": P(None, "model"), "wo": P("model")}
@@ -158,7 +159,7 @@ def layer_on_eight(_) -> dict:
     x = array((4, 256, config.hidden_size), BF16, P("data"))
 
     def step(params, x, dy):
-        y, pullback = jax.vjp(lambda p, x: mla(p, x, config, implementation=("triton", "xla")), params, x)
+        y, pullback = jax.vjp(lambda p, x: mla(p, x, config, implementation=("cudnn", "triton", "xla")), params, x)
         return y, pullback(dy)
 
     text = jax.jit(step).trace(params, x, x).lower(lowering_platforms=("cuda",)).compile().as_text()
@@ -168,7 +169,9 @@ def layer_on_eight(_) -> dict:
             if f" {name}(" in line or f" {name}-start(" in line:
                 dims = _SHAPE.findall(line.partition(" = ")[2].partition(f" {name}")[0])
                 found[name].append(sum(prod(map(int, filter(None, d.split(",")))) for _, d in dims))
-    return found | {"kernels": sum(any(f'"{target}"' in line for target in TARGETS) for line in text.splitlines())}
+    for name, targets in (("kernels", TARGETS), ("attention", cudnn_attention.TARGETS)):
+        found[name] = sum(any(f'"{target}"' in line for target in targets) for line in text.splitlines())
+    return found
 
 
 def attention_alone(sharding) -> dict:
