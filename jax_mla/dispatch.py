@@ -74,6 +74,26 @@ def composed(forward: Callable, backward: Callable, norm_row: Callable) -> dict[
     }
 
 
+def fused(forward: Callable, misfit: Callable, unavailable: Callable, parts: Mapping[str, Implementation]):
+    """The implementation of an op whose forward pass is a kernel with some of `parts`, a table of `composed`'s, around
+    it: forward takes the name of the best that can run, which gives the backward pass as well. misfit: why the kernel
+    could run the arguments on no machine, or None; unavailable: why not on this one."""
+
+    def best(*args) -> str:
+        return next(name for name, part in parts.items() if part.supports(*args) is None)
+
+    def supports(static=None, *args):
+        if static is None or len(args) == 1:  # this machine; the backward pass, which has other kernels
+            return unavailable()
+        return misfit(static, *args) or unavailable()
+
+    return Implementation(
+        lambda static, train, *args: forward(best(static, *args), static, train, *args),
+        lambda static, *args: parts[best(static, *args)].backward(static, *args),
+        supports,
+    )
+
+
 def check(choice: Choice) -> Choice:
     """The choice in hashable form. TypeError or ValueError for what is not a name or a sequence of names."""
     if choice is None or isinstance(choice, str):

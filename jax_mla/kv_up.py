@@ -116,10 +116,10 @@ def _backward(implementation: str, static: Static, saved: Residuals, dk, dv):
     return dx, dw, dk_pe, dcos, dsin, dscale, dbias
 
 
+_BY_PARTS = dispatch.composed(_forward, _backward, functools.partial(linear.norm_row, 5))
 IMPLEMENTATIONS = {
-    **dispatch.composed(_forward, _backward, functools.partial(linear.norm_row, 5)),
-    # Last: by name alone, not timed within the op yet.
-    "mosaic": up_mosaic.implementation(up_mosaic.kv_forward, up_mosaic.kv_misfit, _backward),
+    "mosaic": dispatch.fused(up_mosaic.kv_forward, up_mosaic.kv_misfit, up_mosaic.unavailable, _BY_PARTS),
+    **_BY_PARTS,
 }
 
 

@@ -27,11 +27,6 @@ def supports(*arrays: jax.Array | None) -> str | None:
     return None
 
 
-def parts() -> str:
-    """The implementation of everything around a fused kernel that is not Triton's."""
-    return "xla" if supports() else "triton"
-
-
 LONGEST_ROW = 16384  # what a program of the norm's kernels holds in registers
 
 

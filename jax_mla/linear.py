@@ -91,14 +91,9 @@ class Residuals(NamedTuple):
 
 def project(static: Static, x: Operand, w: Operand, norm_scale, bias, train: bool = False):
     """[RMSNorm ->] GEMM [+ bias] in x's dtype, and its residuals, for which nothing is made unless `train`."""
-    dtype, how = x.dtype, static.implementation
+    dtype = x.dtype
     x, w, saved = factors(static, x, w, norm_scale, bias, train)
-    if static.recipe is None:
-        x_read, w_read = operands.read(x, dtype, None, how), operands.read(w, dtype, None, how)
-    else:
-        products = operands.products(dtype)
-        x_read = operands.read(x, products, "rowwise", how)
-        w_read = operands.read(w, products, "columnwise", how)
+    x_read, w_read = values(static, x, w)
     y_dtype = jnp.promote_types(dtype, jnp.float32) if static.widen else dtype
     y = multiply(x_read, to_halves(w_read, static), static.contract, y_dtype)
     return add_bias(y, to_halves(bias, static)), saved
@@ -137,6 +132,15 @@ def factors(static: Static, x: Operand, w: Operand, norm_scale, bias, train: boo
         if static.name is not None:
             kept_x = checkpoint_name(kept_x, static.name)
     return x, w, Residuals(latent, rstd, norm_scale, kept_x, kept_w, like_x, like_w, bias) if train else None
+
+
+def values(static: Static, x: Operand, w: Operand) -> tuple[jax.Array, jax.Array]:
+    """What `factors` gives as the arrays that are multiplied."""
+    how = static.implementation
+    if static.recipe is None:
+        return operands.read(x, x.dtype, None, how), operands.read(w, x.dtype, None, how)
+    products = operands.products(x.dtype)
+    return operands.read(x, products, "rowwise", how), operands.read(w, products, "columnwise", how)
 
 
 def project_backward(static: Static, saved: Residuals, dy: Operand, summed: jax.Array | None = None) -> tuple:
@@ -229,7 +233,7 @@ def _letters(x: jax.Array, w: jax.Array, contract: int) -> tuple[str, str, str]:
 def to_halves(w: jax.Array | None, static: Static) -> jax.Array | None:
     """w [..., D] with its last `halves` dims reordered from pairs to halves.
 
-    Reordering the weight once moves R H P numbers; reordering what it produces moves T H P, twice a training step.
+    For XLA, which would reorder what the weight produces, T H P numbers, in a pass of its own, twice a training step.
     """
     return w if w is None or not static.halves else _reorder(w, static.halves, "pairs", "halves")
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 
 from jax_mla import checks, dispatch, linear, norm, operands, q_up_cudnn, rope, rope_quantize, sharding, up_mosaic
+from jax_mla.ffi import cudnn
 from jax_mla.mxfp8_tensor import MXFP8Tensor
 from jax_mla.operands import Operand
 
@@ -64,10 +65,8 @@ def q_up_proj_rope(
         norm=norm.NormStatic(norm_eps, False, "xla"),
         name="mla_q",
         widen=out is not None,
-        # The stored order is what w's and the cotangent's row-wise blocks are cut from.
-        halves=rotary if recipe is None and input_layout == "pairs" else 0,
     )
-    rotation = rope.RopeStatic(rotary, "halves" if project.halves else input_layout, output_layout, False, "xla")
+    rotation = rope.RopeStatic(rotary, input_layout, output_layout, False, "xla")
     return _q_up(Static(project, rotation, out, dispatch.check(implementation)), x, w, cos, sin, norm_scale, bias)
 
 
@@ -90,15 +89,20 @@ def check_norm(x: Operand, norm_scale: jax.Array | None, norm_eps: float) -> flo
 @dataclasses.dataclass(frozen=True)
 class Static:
     project: linear.Static
-    rope: rope.RopeStatic  # of what `project` gives
+    rope: rope.RopeStatic
     out: str | None
     implementation: dispatch.Choice
 
     def using(self, implementation: str) -> "Static":
         """With every part of the flow in that implementation."""
-        parts = dict(project=self.project.using(implementation))
-        parts["rope"] = dataclasses.replace(self.rope, implementation=implementation)
-        return dataclasses.replace(self, **parts)
+        project, rotation = self.project.using(implementation), self.rope
+        # Kernels reorder as they rotate. Under a recipe w's and the cotangent's row-wise blocks are cut from the stored
+        # order.
+        if implementation == "xla" and project.recipe is None and rotation.input_layout == "pairs":
+            project = dataclasses.replace(project, halves=rotation.rotary_dim)
+            rotation = dataclasses.replace(rotation, input_layout="halves")
+        rotation = dataclasses.replace(rotation, implementation=implementation)
+        return dataclasses.replace(self, project=project, rope=rotation)
 
 
 class Residuals(NamedTuple):
@@ -137,11 +141,11 @@ def _backward(implementation: str, static: Static, saved: Residuals, dq):
     return dx, dw, dcos, dsin, dscale, dbias
 
 
+_BY_PARTS = dispatch.composed(_forward, _backward, functools.partial(linear.norm_row, 4))
 IMPLEMENTATIONS = {
-    "cudnn": q_up_cudnn.implementation(_backward),
-    **dispatch.composed(_forward, _backward, functools.partial(linear.norm_row, 4)),
-    # Last: by name alone, not timed within the op yet.
-    "mosaic": up_mosaic.implementation(up_mosaic.q_forward, up_mosaic.q_misfit, _backward),
+    "cudnn": dispatch.fused(q_up_cudnn.forward, q_up_cudnn.misfit, cudnn.unavailable, _BY_PARTS),
+    "mosaic": dispatch.fused(up_mosaic.q_forward, up_mosaic.q_misfit, up_mosaic.unavailable, _BY_PARTS),
+    **_BY_PARTS,
 }
 
 

@@ -5,28 +5,16 @@ Compiled and lowered, not run on Blackwell. What it returns is not quantised fro
 
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 
-from jax_mla import dispatch, launches, linear, mxfp8, operands, sharding
+from jax_mla import linear, mxfp8, operands, sharding
 from jax_mla.ffi import cudnn
 from jax_mla.mxfp8_tensor import MXFP8Tensor, once_differentiable
 from jax_mla.operands import Operand
 
 
-def implementation(backward: Callable) -> dispatch.Implementation:
-    """For the op's table. backward: the shared one, which takes the name of the implementation of its parts."""
-    return dispatch.Implementation(_forward, lambda *args: backward(launches.parts(), *args), supports)
-
-
-def supports(static=None, *args) -> str | None:
-    if static is None or len(args) == 1:  # this machine; the backward pass, which has other kernels
-        return cudnn.unavailable()
-    return _misfit(static, *args) or cudnn.unavailable()
-
-
-def _misfit(static, x: Operand, w: Operand, cos, sin, norm_scale, bias) -> str | None:
+def misfit(static, x: Operand, w: Operand, cos, sin, norm_scale, bias) -> str | None:
     """Why the kernel could run these arguments of `q_up_proj_rope` on no machine, or None."""
     if static.out != "mxfp8":
         return f"found out={static.out!r}, wants 'mxfp8'"
@@ -57,9 +45,9 @@ def _array(x: Operand) -> jax.Array:
     return x.copy(x.usages[0])[0] if isinstance(x, MXFP8Tensor) else x
 
 
-def _forward(static, train: bool, x: Operand, w: Operand, cos, sin, norm_scale, bias):
+def forward(parts: str, static, train: bool, x: Operand, w: Operand, cos, sin, norm_scale, bias):
     """q, and what `linear.project_backward` needs (None unless `train`)."""
-    dtype, project = x.dtype, static.project.using(launches.parts())
+    dtype, project = x.dtype, static.project.using(parts)
     x, w, saved = linear.factors(project, x, w, norm_scale, bias, train)
     if project.recipe is None:
         xs, ws = ((operands.read(a, dtype, None, project.implementation),) for a in (x, w))
@@ -67,8 +55,7 @@ def _forward(static, train: bool, x: Operand, w: Operand, cos, sin, norm_scale, 
         xs, ws = x.copy("rowwise"), w.copy("columnwise")
     heads = sharding.own_heads(xs[0], ws[0])
     ws = tuple(sharding.gather_but_heads(a, heads) for a in ws)
-    # The kernel reads pairs; `halves` is what the op says of an input in pairs that it would reorder itself.
-    pairs = bool(project.halves) or static.rope.input_layout == "pairs"
+    pairs = static.rope.input_layout == "pairs"
     tokens = " ".join(f"t{i}" for i in range(xs[0].ndim - 1))
     x_and_w = [f"{tokens} R", "R h D"]
     rule = ", ".join([*x_and_w, f"{tokens} P", f"{tokens} P", *x_and_w * (len(xs) - 1)])

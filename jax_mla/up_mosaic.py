@@ -6,26 +6,15 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jax_mla import dispatch, launches, linear, operands, rope, sharding
+from jax_mla import launches, linear, mxfp8, rope, sharding
 from jax_mla.ffi import triton
+from jax_mla.mxfp8_tensor import once_differentiable
 from jax_mla.operands import Operand
 
 _HOPPER = 90
 
 
-def implementation(forward: Callable, misfit: Callable, backward: Callable) -> dispatch.Implementation:
-    """For an op's table: `q_forward` or `kv_forward`, its `_misfit`, and the shared backward pass, which takes its
-    parts' name."""
-
-    def supports(static=None, *args):
-        if static is None or len(args) == 1:  # this machine; the backward pass, which has other kernels
-            return _unavailable()
-        return misfit(static, *args) or _unavailable()
-
-    return dispatch.Implementation(forward, lambda *args: backward(launches.parts(), *args), supports)
-
-
-def _unavailable() -> str | None:
+def unavailable() -> str | None:
     found = triton.compute_capability()
     if found != _HOPPER:
         where = f"jax's default backend {jax.default_backend()}" if found is None else f"{found / 10}"
@@ -34,51 +23,66 @@ def _unavailable() -> str | None:
 
 
 def q_misfit(static, x: Operand, w: Operand, cos, sin, norm_scale, bias) -> str | None:
-    """Why the kernel could run these arguments of `q_up_proj_rope` on no machine, or None."""
-    rotary = static.rope.rotary_dim
-    return _shared_misfit(static, x, w, static.rope.input_layout, static.rope.output_layout) or _dims(
-        x, w, nope=w.shape[-1] - rotary, rotary=rotary
-    )
+    """Why the kernel cannot run these arguments of `q_up_proj_rope`, or None."""
+    if static.rope.output_layout != "halves":
+        return f"found output_layout={static.rope.output_layout!r}, wants 'halves'"
+    return _misfit(x, w, **_q_sizes(static, w))
 
 
 def kv_misfit(static, x: Operand, w: Operand, k_pe, cos, sin, norm_scale, bias) -> str | None:
+    """The same of `kv_up_proj_rope`."""
     if bias is not None:
         return "found a bias, which the kernel does not add"
+    return _misfit(x, w, **_kv_sizes(static, w, k_pe))
+
+
+def _q_sizes(static, w) -> dict:
+    sizes = dict(nope=w.shape[-1] - static.rope.rotary_dim, rotary=static.rope.rotary_dim)
+    return sizes | dict(pairs=static.rope.input_layout == "pairs", mxfp8=static.out is not None)
+
+
+def _kv_sizes(static, w, k_pe) -> dict:
     nope = static.rope_kv.nope_dim
-    return _shared_misfit(static, x, w) or _dims(x, w, nope=nope, rotary=k_pe.shape[-1], value=w.shape[-1] - nope)
+    return dict(nope=nope, rotary=k_pe.shape[-1], value=w.shape[-1] - nope, mxfp8=static.out is not None)
 
 
-def _shared_misfit(static, x: Operand, w: Operand, *layouts: str) -> str | None:
-    if static.project.recipe is not None or static.out is not None:
-        return f"found recipe={static.project.recipe!r}, out={static.out!r}, wants None of both"
-    if {operands.kind(x), operands.kind(w)} != {"array"}:
-        return "found an MXFP8Tensor, wants arrays"
-    if any(layout != "halves" for layout in layouts):
-        return f"found layouts {layouts} around the rotation, wants halves"
-    return None
-
-
-def _dims(x: jax.Array, w: jax.Array, **dims) -> str | None:
+def _misfit(x: Operand, w: Operand, **sizes) -> str | None:
+    reason = unavailable()
+    if reason is not None:
+        return reason  # Pallas's GPU part is not even imported
     from jax_mla.kernels import mosaic_up_proj as kernels
 
+    dtype, x = x.dtype, x if isinstance(x, jax.Array) else x.copy(x.usages[0])[0]
     *tokens, rank = sharding.shard_shape(x, sharding.spec(x))
     if rank != x.shape[-1]:
         return f"found x's last dim sharded over mesh axes {sharding.spec(x)[-1]}, wants it whole on every device"
-    return kernels.supports(tokens=math.prod(tokens), rank=rank, dtype=x.dtype, **dims)
+    if sizes["mxfp8"] and tokens[-1] % mxfp8.bits.BLOCK:
+        return f"found {tokens[-1]} tokens in a row, wants whole blocks of {mxfp8.bits.BLOCK}"
+    return kernels.supports(tokens=math.prod(tokens), rank=rank, dtype=dtype, **sizes)
 
 
-def _check_shard(op: str, x: jax.Array, w: jax.Array, **dims) -> None:
-    """Under an Auto mesh what a device has is known no sooner."""
-    reason = _dims(x, w, **dims)
-    if reason is not None:
-        raise NotImplementedError(f"{op}: 'mosaic': {reason}, on each device")
+def _on_shards(op: str, sizes: dict, kinds: tuple[str, ...], function: Callable) -> Callable:
+    """function(x [T, R], w [R, H, D], *arrays) for what `sharding.local` gives, also under vmap. Under an Auto mesh
+    what a device has is known no sooner."""
+
+    @launches.batched("data", "weight", *kinds)
+    def run(x, w, *arrays):
+        reason = _misfit(x, w, **sizes)
+        if reason is not None:
+            raise NotImplementedError(f"{op}: 'mosaic': {reason}, on each device")
+        # Inside `shard_map` what a kernel writes differs between devices as what it reads.
+        axes = tuple(sorted(frozenset().union(*map(sharding.varying, (x, w, *arrays)))))
+        outputs = function(x, w.reshape(w.shape[-3:]), *arrays)
+        return jax.tree.map(lambda o: jax.lax.pcast(o, axes, to="varying") if axes else o, outputs)
+
+    return run
 
 
-def _prepared(static, train: bool, x, w, norm_scale, bias):
-    """x, normalised if it is to be; w in its dtype, as halves, whole but for its heads; residuals."""
-    project = static.project.using(launches.parts())
+def _prepared(parts: str, static, train: bool, x, w, norm_scale, bias):
+    """x, normalised if it is to be; w, whole but for its heads; residuals."""
+    project = static.project.using(parts)
     x, w, saved = linear.factors(project, x, w, norm_scale, bias, train)
-    w = linear.to_halves(w.astype(x.dtype), project)
+    x, w = linear.values(project, x, w)
     return x, sharding.gather_but_heads(w, sharding.own_heads(x, w)), saved
 
 
@@ -86,41 +90,68 @@ def _tokens(x: jax.Array) -> str:
     return " ".join(f"t{i}" for i in range(x.ndim - 1))
 
 
-def q_forward(static, train: bool, x, w, cos, sin, norm_scale, bias):
+def _quantization(parts: str, dtype, token_axis: int = -3) -> mxfp8.Static:
+    return mxfp8.Static("both", token_axis, "up", jnp.dtype(dtype), parts)
+
+
+def q_forward(parts: str, static, train: bool, x, w, cos, sin, norm_scale, bias):
     """q, and what `linear.project_backward` needs (None unless `train`)."""
-    rotary = static.rope.rotary_dim
+    op, sizes, quantization = "q_up_proj_rope", _q_sizes(static, w), _quantization(parts, x.dtype)
 
-    def kernel(x, w, cos, sin, bias):
+    def kernel(x, w, cos, sin, bias=None):
         from jax_mla.kernels import mosaic_up_proj as kernels
 
-        _check_shard("q_up_proj_rope", x, w, nope=w.shape[2] - rotary, rotary=rotary)
+        shape = (*x.shape[:-1], *w.shape[1:])
         tables = (jnp.broadcast_to(t, (*x.shape[:-1], t.shape[-1])).reshape(-1, t.shape[-1]) for t in (cos, sin))
-        sizes = dict(heads=w.shape[1], nope=w.shape[2] - rotary, rotary=rotary)
-        q = kernels.q_up(launches.flat(x, 1), w, *tables, bias, **sizes)
-        return q.reshape(*x.shape[:-1], *w.shape[1:])
+        bias = None if bias is None else bias.reshape(bias.shape[-2:])
+        given = dict(heads=w.shape[1], **{n: sizes[n] for n in ("nope", "rotary", "pairs")})
+        if static.out is None:
+            return kernels.q_up(launches.flat(x, 1), w, *tables, bias, **given).reshape(shape)
+        return quantization.unflatten(kernels.q_up_mxfp8(launches.flat(x, 1), w, *tables, bias, **given), shape)
 
-    x, w, saved = _prepared(static, train, x, w, norm_scale, bias)
-    bias = None if bias is None else linear.to_halves(bias, static.project)
+    x, w, saved = _prepared(parts, static, train, x, w, norm_scale, bias)
+    biases = () if bias is None else (bias,)
+    kinds = ("table", "table", *["weight"] * len(biases))
     tokens = _tokens(x)
-    rule = f"{tokens} R, R h D, {tokens} P, {tokens} P, h D -> {tokens} h D"
-    return sharding.local("q_up_proj_rope", rule, kernel, x, w, cos, sin, bias, opaque=True), saved
+    rule = f"{tokens} R, R h D, {tokens} P, {tokens} P" + ", h D" * len(biases)
+    run, heads = _on_shards(op, sizes, kinds, kernel), f"{tokens} h D"
+    if static.out is None:
+        return sharding.local(op, f"{rule} -> {heads}", run, x, w, cos, sin, *biases, opaque=True), saved
+    rule += " -> " + ", ".join([heads] * 4)
+    arrays = sharding.local(op, rule, once_differentiable(op, run), x, w, cos, sin, *biases, opaque=True)
+    return quantization.tensor(*arrays), saved
 
 
-def kv_forward(static, train: bool, x, w, k_pe, cos, sin, norm_scale, bias):
+def kv_forward(parts: str, static, train: bool, x, w, k_pe, cos, sin, norm_scale, bias):
     """k, v, and what `linear.project_backward` needs (None unless `train`)."""
+    op, sizes, quantization = "kv_up_proj_rope", _kv_sizes(static, w, k_pe), _quantization(parts, x.dtype)
+    nope, value = sizes["nope"], sizes["value"]
 
-    def kernel(x, w, k_pe):
+    def kernel(x, w, *shared):
         from jax_mla.kernels import mosaic_up_proj as kernels
 
-        nope = static.rope_kv.nope_dim
-        _check_shard("kv_up_proj_rope", x, w, nope=nope, rotary=k_pe.shape[-1], value=w.shape[2] - nope)
-        sizes = dict(heads=w.shape[1], nope=nope, value=w.shape[2] - nope)
-        k, v = kernels.kv_up(launches.flat(x, 1), w, launches.flat(k_pe, 1), **sizes)
-        return tuple(a.reshape(*x.shape[:-1], *a.shape[1:]) for a in (k, v))
+        given = dict(heads=w.shape[1], nope=nope, value=value)
+        shapes = [(*x.shape[:-1], w.shape[1], n) for n in (nope + shared[0].shape[-1], value)]
+        shared = [launches.flat(a, 1) for a in shared]
+        if static.out is None:
+            found = kernels.kv_up(launches.flat(x, 1), w, *shared, **given)
+            return tuple(a.reshape(s) for a, s in zip(found, shapes, strict=True))
+        found = kernels.kv_up_mxfp8(launches.flat(x, 1), w, shared, **given)
+        return tuple(a for copies, s in zip(found, shapes, strict=True) for a in quantization.unflatten(copies, s))
 
-    x, w, saved = _prepared(static, train, x, w, norm_scale, bias)
-    rotation = static.using(launches.parts()).rope_kv.rope(k_pe.shape[-1])
+    x, w, saved = _prepared(parts, static, train, x, w, norm_scale, bias)
+    rotation, tokens = static.using(parts).rope_kv.rope(k_pe.shape[-1]), _tokens(x)
+    k_pe = k_pe if static.out is None else rope.wide(k_pe)
     rotated = rope.raw(rotation, k_pe[..., None, :], cos, sin)[..., 0, :]
-    tokens = _tokens(x)
-    rule = f"{tokens} R, R h E, {tokens} P -> {tokens} h D, {tokens} h V"
-    return *sharding.local("kv_up_proj_rope", rule, kernel, x, w, rotated, opaque=True), saved
+    rule, heads = f"{tokens} R, R h E", [f"{tokens} h D", f"{tokens} h V"]
+    if static.out is None:
+        run = _on_shards(op, sizes, ("data",), kernel)
+        rule += f", {tokens} P -> " + ", ".join(heads)
+        return *sharding.local(op, rule, run, x, w, rotated, opaque=True), saved
+    # The rotary key, the same for every head, is quantised once.
+    quantized = mxfp8.raw_quantize(_quantization(parts, quantization.dtype, -2), rotated).detach().bytes()
+    shared = jax.tree.leaves(quantized)
+    rule += f", {tokens} P" * 4 + " -> " + ", ".join([heads[0]] * 4 + [heads[1]] * 4)
+    run = once_differentiable(op, _on_shards(op, sizes, ("data",) * 4, kernel))
+    arrays = sharding.local(op, rule, run, x, w, *shared, opaque=True)
+    return quantization.tensor(*arrays[:4]), quantization.tensor(*arrays[4:]), saved

@@ -1,55 +1,26 @@
-"""Fused up-projections on Hopper, as Pallas Mosaic GPU kernels: x . w, and what each head needs done to its columns.
-
-One persistent kernel: a warpgroup loads tiles of x and w through a ring in shared memory (TMA; the w tile multicast to
-a cluster), two warpgroups multiply them (wgmma, float32 accumulators), each one head wide, and finish the head from
-registers: RoPE for queries; keys, the shared rotary key and values for the KV side. Only JAX launches these, so the
-file holds the launch as well.
+"""Fused up-projections on Hopper: what `mosaic_gemm` is given to finish each head with. RoPE for queries; keys, the
+shared rotary key and values for the KV side; bf16, or MXFP8 both ways from the accumulators.
 """
 
-import dataclasses
-import inspect
-import math
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-ROWS = 64  # of one wgmma instruction, and of what a warpgroup stores at once
-SHARED_MEMORY = 232_448 - 1_024  # bytes of a Hopper block, less what barriers take
-ACCUMULATORS = 128 * 192  # float32 that a warpgroup can hold and still finish a head without spilling
-
-_WGMMA = plgpu.Layout.WGMMA
-_INDEX = (...,) if "idx" in inspect.signature(plgpu.load).parameters else ()  # of jax 0.10
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """How the work is cut. Both warpgroups have `rows` tokens of one head at a time.
-
-    alternate: each warpgroup has a tile of its own and multiplies while the other one finishes its head; else both
-    share the w tile and multiply together. blocks: of the persistent grid, a multiprocessor each. cluster: blocks that
-    take neighbouring tokens and share each w tile. width: token tiles whose heads are walked through together, for L2.
-    """
-
-    rows: int = 128
-    alternate: bool = True
-    depth: int = 64
-    stages: int = 4
-    cluster: int = 2
-    width: int = 16
-    blocks: int = 132
-
-    @property
-    def block_rows(self) -> int:
-        return self.rows if self.alternate else 2 * self.rows
-
+from . import mosaic_gemm as gemm
+from . import mosaic_heads
+from .mosaic_gemm import ACCUMULATORS, WGMMA, Tiles
+from .mosaic_heads import BLOCK, ROWS
+from .mosaic_threads import inline
 
 # Of a dozen tried on one H200 at DeepSeek-V3's dims, 8,192 tokens.
 Q_TILES = Tiles(width=4)
 KV_TILES = Tiles(rows=64, alternate=False, stages=3, cluster=1)
+# Of what leaves as MXFP8: nothing is staged in shared memory. Tiles of keys and of values take turns.
+Q_MXFP8_TILES = Tiles(width=8)
+KV_MXFP8_TILES = Tiles(width=8)
 
 
 def q_up(
@@ -62,40 +33,79 @@ def q_up(
     heads: int,
     nope: int,
     rotary: int,
+    pairs: bool = False,
     tiles: Tiles = Q_TILES,
     interpret=None,
 ) -> jax.Array:
-    """q = RoPE(x . w + bias), bf16 [T, heads * (nope + rotary)], rounded once.
+    """q = RoPE(x . w + bias), bf16 [T, heads * (nope + rotary)], rounded once, its rotary columns as halves.
 
-    x: bf16 [T, K]. w: bf16 [K, heads, nope + rotary] or with the last two merged, its rotary columns as halves. cos,
-    sin: float32 [T, rotary / 2]. bias: float32, as w without K, or None. interpret: Pallas's parameters for a CPU.
+    x: bf16 [T, K]. w: bf16 [K, heads, nope + rotary] or with the last two merged; its rotary columns are halves, or
+    `pairs`. cos, sin: float32 [T, rotary / 2]. bias: float32, as w without K, or None. interpret: Pallas's parameters
+    for a CPU (halves alone).
     """
     width, half = nope + rotary, rotary // 2
-    cos, sin = (_padded(table.astype(jnp.float32), tiles) for table in (cos, sin))
-    inputs = (cos, sin) if bias is None else (cos, sin, bias.reshape(-1).astype(jnp.float32))
-    columns, pair = _columns(nope, width), _columns(half, nope, width)
-    staging = [_staging(nope, columns), _staging(half, pair), _staging(half, pair)]
+    cos, sin = (gemm.padded(table.astype(jnp.float32), tiles) for table in (cos, sin))
+    tables = [mosaic_heads.table(cos, sin, True)] if pairs else [cos, sin]
+    inputs = (*tables, *_biases(bias))
+    columns, pair = gemm.common_columns(nope, width), gemm.common_columns(half, nope, width)
+    staging = [gemm.staging_for(nope, columns), gemm.staging_for(half, pair), gemm.staging_for(half, pair)]
 
     def finish(y, row, head, wg, inputs, outputs, staging):
-        (cos, sin, *bias), (q,), at = inputs, outputs, head * width
-
-        def columns_of(rows, first, count):
-            part = y[rows, first : first + count]
-            if not bias:
-                return part
-            added = _load(bias[0].at[pl.ds(at + first, count)], _WGMMA.reduce(0))
-            return part + lax.broadcast_in_dim(added, part.shape, [1])
-
+        tables_, bias, (q,), at = inputs[: len(tables)], inputs[len(tables) :], outputs, head * width
         for start in range(0, tiles.rows, ROWS):
             rows, part = slice(start, start + ROWS), pl.ds(row + start, ROWS)
-            c, s = _load(cos.at[part], _WGMMA), _load(sin.at[part], _WGMMA)
-            left, right = (columns_of(rows, first, half) for first in (nope, nope + half))
-            parts = columns_of(rows, 0, nope), left * c - right * s, right * c + left * s
-            _store(parts, staging, wg, [(q, part, at), (q, part, at + nope), (q, part, at + nope + half)])
+
+            def columns_of(first, count, rows=rows):
+                return _plus(y[rows, first : first + count], bias, at + first)
+
+            if pairs:
+                rotated = inline(
+                    lambda t, arrays, refs, rows: mosaic_heads.halves(t, *arrays, *refs, *rows),
+                    [columns_of(nope, rotary)],
+                    tables_,
+                    [row + start],
+                    [(ROWS, half)] * 2,
+                )
+            else:
+                c, s = (gemm.load(table.at[part], WGMMA) for table in tables_)
+                left, right = columns_of(nope, half), columns_of(nope + half, half)
+                rotated = left * c - right * s, right * c + left * s
+            at_ = [(q, part, at), (q, part, at + nope), (q, part, at + nope + half)]
+            gemm.store((columns_of(0, nope), *rotated), staging, wg, at_)
 
     outputs = [jax.ShapeDtypeStruct((x.shape[0], heads * width), x.dtype)]
-    (q,) = _project(x, w, inputs, outputs, staging, finish, heads, width, tiles, interpret, "q_up")
+    (q,) = gemm.project(x, w, inputs, outputs, staging, finish, heads, width, tiles, interpret, "q_up")
     return q
+
+
+def q_up_mxfp8(
+    x: jax.Array,
+    w: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    heads: int,
+    nope: int,
+    rotary: int,
+    pairs: bool = False,
+    tiles: Tiles = Q_MXFP8_TILES,
+) -> tuple[jax.Array, ...]:
+    """q = RoPE(x . w + bias) as MXFP8 both ways, from float32: codes (bytes) and scales along rows, [T, H D] and
+    [T, H D / 32], then along columns, [T, H D] and [T / 32, H D]. Arguments as `q_up`; T is a multiple of 32."""
+    tokens, width = x.shape[0], nope + rotary
+    cos, sin = (gemm.padded(table.astype(jnp.float32), tiles) for table in (cos, sin))
+    inputs = (mosaic_heads.table(cos, sin, pairs), *_biases(bias))
+
+    def finish(y, row, head, wg, inputs, outputs, staging):
+        def quantize(t, arrays, refs, scalars):
+            sizes = dict(tokens=tokens, heads=heads, nope=nope, pairs=pairs)
+            mosaic_heads.quantize_query(t, *arrays, refs[0], refs[1:], row=scalars[0], head=scalars[1], **sizes)
+
+        inline(quantize, [_plus(y, inputs[1:], head * width)], [inputs[0], *outputs], [row, head])
+
+    outputs, x = _copies(tokens, heads * width), _grouped(x, tiles)
+    return _ordered(gemm.project(x, w, inputs, outputs, [], finish, heads, width, tiles, None, "q_up_mxfp8"))
 
 
 def kv_up(
@@ -116,190 +126,119 @@ def kv_up(
     """
     tokens, rotary = k_pe.shape
     width, key = nope + value, nope + rotary
-    inputs = (_padded(k_pe, tiles),)
-    staging = [_staging(n, _columns(n, nope, key)) for n in (nope, rotary)] + [_staging(value, _columns(value))]
+    inputs = (gemm.padded(k_pe, tiles),)
+    staging = [gemm.staging_for(n, gemm.common_columns(n, nope, key)) for n in (nope, rotary)]
+    staging.append(gemm.staging_for(value, gemm.common_columns(value)))
 
     def finish(y, row, head, wg, inputs, outputs, staging):
         (shared,), (k, v) = inputs, outputs
         for start in range(0, tiles.rows, ROWS):
             rows, part = slice(start, start + ROWS), pl.ds(row + start, ROWS)
-            parts = y[rows, :nope], _load(shared.at[part], _WGMMA), y[rows, nope:]
+            parts = y[rows, :nope], gemm.load(shared.at[part], WGMMA), y[rows, nope:]
             at = [(k, part, head * key), (k, part, head * key + nope), (v, part, head * value)]
-            _store(parts, staging, wg, at)
+            gemm.store(parts, staging, wg, at)
 
     outputs = [jax.ShapeDtypeStruct((tokens, heads * n), x.dtype) for n in (key, value)]
-    k, v = _project(x, w, inputs, outputs, staging, finish, heads, width, tiles, interpret, "kv_up")
+    k, v = gemm.project(x, w, inputs, outputs, staging, finish, heads, width, tiles, interpret, "kv_up")
     return k.reshape(tokens, heads, key), v.reshape(tokens, heads, value)
 
 
-def supports(*, tokens: int, rank: int, nope: int, rotary: int, value: int | None = None, dtype) -> str | None:
-    """Why `q_up`, or `kv_up` where a `value` dim is given, cannot run an x of [tokens, rank] and dtype, or None.
+def kv_up_mxfp8(
+    x: jax.Array,
+    w: jax.Array,
+    k_pe: Sequence[jax.Array],
+    *,
+    heads: int,
+    nope: int,
+    value: int,
+    tiles: Tiles = KV_MXFP8_TILES,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """k and v as MXFP8 both ways, from float32, each as `q_up_mxfp8`'s. k_pe: the same four of the rotated key [T, P],
+    which every head is given. nope equals value: a tile is one or the other."""
+    tokens, rotary = k_pe[0].shape
+    key = nope + rotary
+    codes, scales, *by_columns = k_pe
+    shared = codes, mosaic_heads.tiled(scales), *by_columns
+    inputs = tuple(gemm.padded(a, tiles, tokens // a.shape[0]) for a in shared)
+
+    def finish(y, row, tile, wg, inputs, outputs, staging):
+        def write(refs, width, shared=(), rotary=0):
+            def quantize(t, arrays, refs, scalars):
+                sizes = dict(tokens=tokens, heads=heads, width=width, shared=refs[4:], rotary=rotary)
+                mosaic_heads.quantize(t, *arrays, refs[:4], row=scalars[0], head=scalars[1], **sizes)
+
+            inline(quantize, [y], [*refs, *shared], [row, lax.div(tile, 2)])
+
+        @pl.when(lax.rem(tile, 2) == 0)
+        def _keys():
+            write(outputs[:4], key, inputs, rotary)
+
+        @pl.when(lax.rem(tile, 2) == 1)
+        def _values():
+            write(outputs[4:], value)
+
+    outputs = [*_copies(tokens, heads * key), *_copies(tokens, heads * value)]
+    args = outputs, [], finish, 2 * heads, nope, tiles, None, "kv_up_mxfp8"
+    found = gemm.project(_grouped(x, tiles), w, inputs, *args)
+    return _ordered(found[:4]), _ordered(found[4:])
+
+
+def supports(
+    *, tokens: int, rank: int, nope: int, rotary: int, value: int | None = None, dtype, pairs=False, mxfp8=False
+) -> str | None:
+    """Why `q_up`, or where a `value` dim is given `kv_up`, or of either what writes MXFP8, cannot run an x of
+    [tokens, rank] and dtype, or None.
 
     That the GPU is a Hopper one (9.0) is for the caller to see to. What is asked of the dims: tiles that TMA and wgmma
     take whole; tokens, heads and the rank need not fill theirs.
     """
+    query, step = value is None, BLOCK if mxfp8 else 16
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"found dtype {jnp.dtype(dtype)}, wants bfloat16"
-    if tokens % 8 or not tokens:
-        return f"found {tokens} tokens, wants a multiple of 8"
+    if tokens % (BLOCK if mxfp8 else 8) or not tokens:
+        return f"found {tokens} tokens, wants a multiple of {BLOCK if mxfp8 else 8}"
     if rank % 32 or not rank:
         return f"found a latent of {rank}, wants a multiple of 32"
-    tiles, parts = (Q_TILES, (nope, rotary // 2)) if value is None else (KV_TILES, (nope, value, rotary))
-    if any(n % 16 or not n for n in parts):
-        return f"found parts of a head of {parts} columns, wants multiples of 16"
-    width, limit = nope + (rotary if value is None else value), min(256, ACCUMULATORS // tiles.rows)
+    parts = (nope, rotary // 2) if query else (nope, value, rotary)
+    if any(n % step or not n for n in parts):
+        return f"found parts of a head of {parts} columns, wants multiples of {step}"
+    if query and pairs and rotary % 32:
+        return f"found {rotary} rotary columns in pairs, wants a multiple of 32"
+    if mxfp8 and not query:
+        if nope != value:
+            return f"found {nope} columns of a key and {value} of a value, wants as many"
+        width, tiles = nope, KV_MXFP8_TILES
+    else:
+        width = nope + (rotary if query else value)
+        tiles = Q_MXFP8_TILES if mxfp8 else Q_TILES if query else KV_TILES
+    limit = min(256, ACCUMULATORS // tiles.rows)
     if width % 32 or width > limit:
         return f"found {width} columns a head, wants a multiple of 32 up to {limit}"
     return None
 
 
-def _project(x, w, inputs, outputs, staging, finish: Callable, heads, width, tiles: Tiles, interpret, name):
-    """The outputs that `finish` writes, for each tile of tokens and each head, from x . w."""
-    (tokens, depth), consumers = x.shape, 2
-    w = w.reshape(depth, heads * width)
-    lanes = _columns(depth, width)
-    step = min(tiles.depth, lanes)
-    steps, turns = depth // step, 1 if tiles.alternate else consumers
-    stages = _stages(tiles, step, width, staging)
-    token_tiles = pl.cdiv(tokens, tiles.block_rows * tiles.cluster)
-    total = token_tiles * heads
-    clusters = min(tiles.blocks // tiles.cluster, total)
-    shared = "cluster" if tiles.cluster > 1 else None
-
-    def body(x, w, *refs):
-        inputs_, refs = refs[: len(inputs)], refs[len(inputs) :]
-        outputs_, (x_ring, w_ring, staging_, full, empty) = refs[: len(outputs)], refs[len(outputs) :]
-        wg, cluster = lax.axis_index("wg"), lax.axis_index("clusters")
-        count = lax.div(total - cluster + clusters - 1, clusters)
-
-        def tile(i):
-            tokens_, head = plgpu.planar_snake(cluster + i * clusters, (token_tiles, heads), 0, tiles.width)
-            return (tokens_ * tiles.cluster + lax.axis_index("cluster")) * tiles.block_rows, head
-
-        def ready(i, slot):
-            # A warpgroup that waits on a barrier must wait for each of its phases: those of its own tiles only.
-            return full.at[lax.rem(i, consumers) if tiles.alternate else 0, slot]
-
-        @pl.when(wg == consumers)
-        def _load_tiles():
-            plgpu.set_max_registers(24, action="decrease")
-
-            # One loop over all tiles' steps: a loop over one tile's would be unrolled, out of registers.
-            @pl.loop(0, count * steps)
-            def _step(n):
-                i, slot = lax.div(n, steps), lax.rem(n, stages)
-                row, head = tile(i)
-                inner, barrier = pl.ds(lax.rem(n, steps) * step, step), ready(i, slot)
-
-                @pl.when(n >= stages)
-                def _wait():
-                    plgpu.barrier_wait(empty.at[slot])
-
-                plgpu.copy_gmem_to_smem(x.at[pl.ds(row, tiles.block_rows), inner], x_ring.at[slot], barrier)
-                columns = w.at[inner, pl.ds(head * width, width)]
-                plgpu.copy_gmem_to_smem(columns, w_ring.at[slot], barrier, collective_axes=shared)
-
-            # No block may leave while its neighbours still tell it that a slot is free.
-            @pl.loop(jnp.maximum(count * steps - stages, 0), count * steps)
-            def _drain(n):
-                plgpu.barrier_wait(empty.at[lax.rem(n, stages)])
-
-        @pl.when(wg < consumers)
-        def _multiply_tiles():
-            plgpu.set_max_registers(240, action="increase")
-            own = pl.ds(0 if tiles.alternate else wg * tiles.rows, tiles.rows)
-
-            @pl.loop(0, lax.div(count + 1 - wg, 2) if tiles.alternate else count)
-            def _tile(j):
-                i = 2 * j + wg if tiles.alternate else j
-                row, head = tile(i)
-
-                def product(acc):
-                    @pl.loop(0, steps)
-                    def _step(k):
-                        slot = lax.rem(i * steps + k, stages)
-                        plgpu.barrier_wait(ready(i, slot))
-                        plgpu.wgmma(acc, x_ring.at[slot, own], w_ring.at[slot])
-                        plgpu.wgmma_wait(1)
-
-                        @pl.when(k > 0)
-                        def _free():
-                            plgpu.barrier_arrive(empty.at[lax.rem(i * steps + k - 1, stages)])
-
-                    y = acc[...]
-                    plgpu.barrier_arrive(empty.at[lax.rem(i * steps + steps - 1, stages)])
-                    return y
-
-                y = pl.run_scoped(product, plgpu.ACC((tiles.rows, width), jnp.float32))
-                row = row if tiles.alternate else row + wg * tiles.rows
-                finish(y, row, head, wg, inputs_, outputs_, staging_)
-
-            plgpu.wait_smem_to_gmem(0)
-
-    empty = dict(num_arrivals=turns, num_barriers=stages)
-    kernel = plgpu.kernel(
-        body,
-        out_type=outputs,
-        scratch_types=[
-            _swizzled((stages, tiles.block_rows, step), lanes),
-            _swizzled((stages, step, width), lanes),
-            staging,
-            plgpu.Barrier(num_arrivals=2, num_barriers=(consumers if tiles.alternate else 1, stages)),
-            plgpu.ClusterBarrier(collective_axes=("cluster",), **empty) if shared else plgpu.Barrier(**empty),
-        ],
-        grid=(clusters,),
-        grid_names=("clusters",),
-        cluster=(tiles.cluster,),
-        cluster_names=("cluster",),
-        num_threads=consumers + 1,
-        thread_name="wg",
-        kernel_name=name,
-        # Safe: nothing that a thread writes to shared memory is read by a thread.
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, unsafe_no_auto_barriers=True
-        ),
-        **({} if interpret is None else {"interpret": interpret}),
-    )
-    return kernel(x, w, *inputs)
+def _copies(rows: int, columns: int) -> list[jax.ShapeDtypeStruct]:
+    """Codes and scales along rows, then along columns, as `mosaic_heads.Encoder` writes them."""
+    shapes = (rows, columns), (rows // BLOCK, columns // BLOCK, BLOCK), (rows, columns), (rows // BLOCK, columns)
+    return [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes]
 
 
-def _store(parts, staging, wg, to) -> None:
-    """Writes each of `parts`, ROWS rows of a tile, to (array, rows, first column), through shared memory."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for part, buffer in zip(parts, staging, strict=True):
-        buffer[wg] = part.astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    for part, buffer, (array, rows, column) in zip(parts, staging, to, strict=True):
-        target = array.at[rows, pl.ds(column, part.shape[1])]
-        plgpu.copy_smem_to_gmem(buffer.at[wg], target, commit_group=buffer is staging[-1])
+def _ordered(copies: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    codes, scales, *by_columns = copies
+    return codes, mosaic_heads.untiled(scales), *by_columns
 
 
-def _load(ref, layout) -> jax.Array:
-    return plgpu.load(ref, *_INDEX, layout=layout, optimized=False)
+def _biases(bias: jax.Array | None) -> tuple[jax.Array, ...]:
+    return () if bias is None else (bias.reshape(-1).astype(jnp.float32),)
 
 
-def _swizzled(shape: tuple[int, ...], columns: int):
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))
-    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+def _plus(part, bias, column) -> jax.Array:
+    """part [rows, columns] with the bias, if there is one, from that column on."""
+    if not bias:
+        return part
+    added = gemm.load(bias[0].at[pl.ds(column, part.shape[1])], WGMMA.reduce(0))
+    return part + lax.broadcast_in_dim(added, part.shape, [1])
 
 
-def _staging(width: int, columns: int):
-    """Where both warpgroups put ROWS rows for a bulk copy to memory."""
-    return _swizzled((2, ROWS, width), columns)
-
-
-def _columns(*dims: int) -> int:
-    """Of the widest swizzled tile that divides them all."""
-    return math.gcd(64, *dims)
-
-
-def _stages(tiles: Tiles, step: int, width: int, staging) -> int:
-    """Of the ring: what is asked for, if it fits."""
-    left = SHARED_MEMORY - sum(2 * math.prod(buffer.shape) for buffer in staging)
-    return min(tiles.stages, left // (2 * step * (tiles.block_rows + width)))
-
-
-def _padded(table: jax.Array, tiles: Tiles) -> jax.Array:
-    """With whole tiles of rows: threads read it without looking where it ends."""
-    missing = -table.shape[0] % (tiles.block_rows * tiles.cluster)
-    return jnp.pad(table, ((0, missing), (0, 0))) if missing else table
+def _grouped(x: jax.Array, tiles: Tiles) -> jax.Array:
+    return mosaic_heads.grouped(gemm.padded(x, tiles))

@@ -5,6 +5,7 @@ process of its own, as `gpu_programs.py`."""
 import json
 import os
 import re
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,18 +14,19 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 from gpu_programs import gpus, use_compiler
-from jax_mla.kernels.mosaic_up_proj import kv_up, q_up
+from jax_mla.kernels.mosaic_up_proj import kv_up, kv_up_mxfp8, q_up, q_up_mxfp8
 
 T, H, P = 8192, 128, 64
 INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async\S*",
     "load": r"cp\.async\.bulk\.tensor\S*global\.mbarrier\S*bytes ",
     "multicast": r"cp\.async\.bulk\.tensor\S*multicast::cluster",
+    "codes": r"st\.global\.v2\.b32",
     "store": r"cp\.async\.bulk\.tensor\S*global\.shared\S*",
 }
 
 
-def main() -> None:
+def main(*names: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         use_compiler(folder)
@@ -35,11 +37,17 @@ def main() -> None:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
         tables = [array(T, P // 2, dtype=jnp.float32)] * 2
+        q, kv = [array(T, 1536), array(1536, H, 192), *tables], [array(T, 512), array(512, H, 256)]
+        copies = [array(*shape, dtype=jnp.uint8) for shape in ((T, P), (T, P // 32), (T, P), (T // 32, P))]
         programs = {
-            "q": (q_up, [array(T, 1536), array(1536, H, 192), *tables], dict(nope=128, rotary=P)),
-            "kv": (kv_up, [array(T, 512), array(512, H, 256), array(T, P)], dict(nope=128, value=128)),
+            "q": (q_up, q, dict(nope=128, rotary=P)),
+            "q, pairs": (q_up, q, dict(nope=128, rotary=P, pairs=True)),
+            "q, mxfp8": (q_up_mxfp8, q, dict(nope=128, rotary=P, pairs=True)),
+            "kv": (kv_up, [*kv, array(T, P)], dict(nope=128, value=128)),
+            "kv, mxfp8": (kv_up_mxfp8, [*kv, copies], dict(nope=128, value=128)),
         }
-        print(json.dumps({name: compiled(folder, *program) for name, program in programs.items()}))
+        names = names or programs
+        print(json.dumps({name: compiled(folder, *programs[name]) for name in names}))
 
 
 def compiled(folder: Path, function, arguments, sizes) -> dict:
@@ -55,4 +63,4 @@ def compiled(folder: Path, function, arguments, sizes) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
