@@ -89,7 +89,7 @@ def fused(forward: Callable, misfit: Callable, unavailable: Callable, parts: Map
 
     return Implementation(
         lambda static, train, *args: forward(best(static, *args), static, train, *args),
-        lambda static, *args: parts[best(static, *args)].backward(static, *args),
+        lambda static, saved, *args: parts[best(static, saved)].backward(static, saved, *args),
         supports,
     )
 

@@ -62,13 +62,14 @@ B, S, H, NOPE, ROTARY, V = 2, 4096, 128, 128, 64, 128
 BF16, F32 = jnp.bfloat16, jnp.float32
 # op: (rank of the latent, dims a head of its GEMM, dims a head of what it returns)
 OPS = {"q": (1536, NOPE + ROTARY, [NOPE + ROTARY]), "kv": (512, NOPE + V, [NOPE + ROTARY, V])}
-# variant: (dtype of the weight, norm and bias, recipe, out)
+# variant: (implementation, dtype of the weight, norm, bias, recipe, out)
 VARIANTS = {
-    "float32": (F32, False, None, None),
-    "bfloat16": (BF16, False, None, None),
-    "float32, norm and bias": (F32, True, None, None),
-    "mxfp8": (F32, False, "mxfp8", None),
-    "mxfp8, out": (F32, False, "mxfp8", "mxfp8"),
+    "float32": ("triton", F32, False, False, None, None),
+    "bfloat16": ("triton", BF16, False, False, None, None),
+    "float32, norm and bias": ("triton", F32, True, True, None, None),
+    "mxfp8": ("triton", F32, False, False, "mxfp8", None),
+    "fused": ("mosaic", F32, True, False, None, None),
+    "fused, mxfp8": ("mosaic", F32, True, False, "mxfp8", "mxfp8"),
 }
 
 
@@ -108,8 +109,8 @@ def use_compiler(folder: Path) -> None:
 
 def program(op: str, variant: str, sharding) -> dict:
     rank, width, returned = OPS[op]
-    weight, extras, recipe, out = VARIANTS[variant]
-    up = dict(nope_dim=NOPE, recipe=recipe, out=out, implementation="triton")
+    implementation, weight, norm, bias, recipe, out = VARIANTS[variant]
+    up = dict(nope_dim=NOPE, recipe=recipe, out=out, implementation=implementation)
 
     def array(*shape, dtype=BF16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -130,7 +131,7 @@ def program(op: str, variant: str, sharding) -> dict:
         return heads, pullback([seed * 0.5 for seed in seeds])
 
     arguments = [[array(S, ROTARY // 2, dtype=F32)] * 2, array(B, S, rank), array(rank, H, width, dtype=weight)]
-    arguments += [array(rank, dtype=F32), array(H, width, dtype=F32)] if extras else [None, None]
+    arguments += [array(rank, dtype=F32) if norm else None, array(H, width, dtype=F32) if bias else None]
     arguments += [array(B, S, ROTARY)] * (op == "kv")
     saved = jax.tree.leaves(jax.eval_shape(pull, *arguments)[1])
     seeds = [array(B, S, H, d) for d in returned]
@@ -217,6 +218,8 @@ def launches(text: str, sizes: dict[int, str]) -> dict:
             del arrays[1:]  # its workspace
             read = [dtypes[operand.split("%")[1]] for operand in operands.split(", ")]
             gemms.append(f"{' . '.join(read)} -> {arrays[0][0]}")
+        elif '"mosaic_gpu_v2"' in line:
+            kind = "fused kernel"
         elif any(f'"{target}"' in line for target in TARGETS):
             kind = "kernel in place" if "output_to_operand_aliasing" in line else "kernel"
         for dtype, size in arrays:

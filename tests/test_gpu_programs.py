@@ -32,18 +32,16 @@ HEADS = {
     "q": Counter({"gemm bf16": 1, "kernel in place bf16": 2, "fusion bf16": 1}),
     "kv": Counter({"gemm bf16": 1, "kernel bf16": 3, "fusion bf16": 2}),
 }
-# Casts; queries' weights are reordered in theirs, from pairs to halves, and the gradient back.
-WEIGHTS = {
-    "q, float32": Counter({"fusion bf16": 1, "gemm f32": 1, "fusion f32": 1}),
-    "q, bfloat16": Counter({"fusion bf16": 2, "gemm bf16": 1}),
-    "kv, float32": Counter({"fusion bf16": 1, "gemm f32": 1}),
-    "kv, bfloat16": Counter({"gemm bf16": 1}),
-}
+# A cast and the gradient: kernels rotate pairs, and nothing is reordered.
+WEIGHTS = {"float32": Counter({"fusion bf16": 1, "gemm f32": 1}), "bfloat16": Counter({"gemm bf16": 1})}
 DX = Counter({"gemm bf16": 1})
 BIAS = Counter({"fusion bf16": 1})
 NORM = Counter({"kernel bf16": 2, "fusion bf16": 1})  # with its gradient, and once more for wgrad
 QUANTIZED = Counter({"kernel u8": 2})  # once, both copies
 VALUES = Counter({"kernel bf16": 2})  # of both copies, a GEMM each
+# In place of a GEMM and what follows it.
+FUSED = {"q": Counter({"fused kernel bf16": 1}), "kv": Counter({"fused kernel bf16": 2})}
+UNFUSED = {"q": Counter({"gemm bf16": 1, "kernel in place bf16": 1}), "kv": Counter({"gemm bf16": 1, "kernel bf16": 2})}
 GEMMS = {
     "float32": ["bf16 . bf16 -> bf16", "bf16 . bf16 -> bf16", "bf16 . bf16 -> f32"],
     "bfloat16": ["bf16 . bf16 -> bf16"] * 3,
@@ -69,13 +67,16 @@ def expected(op: str) -> dict[str, dict]:
     """By program."""
     programs = {}
     for weight, gemms in GEMMS.items():
-        written = {"heads": HEADS[op], "latent": DX, "weight": WEIGHTS[f"{op}, {weight}"]}
+        written = {"heads": HEADS[op], "latent": DX, "weight": WEIGHTS[weight]}
         kept = [f"bfloat16{LATENT[op]}", f"{weight}{WEIGHT[op]}", *SAVED[op]]
         programs[f"{op}, {weight}"] = dict(written=written, gemms=gemms, saved=sorted(kept))
         if weight == "float32":
             written = written | {"heads": HEADS[op] + BIAS, "latent": DX + NORM}
             kept += SAVED_EXTRAS[op]
             programs[f"{op}, {weight}, norm and bias"] = dict(written=written, gemms=gemms, saved=sorted(kept))
+    kept = [f"bfloat16{LATENT[op]}", f"float32{WEIGHT[op]}", *SAVED[op], *SAVED_EXTRAS[op][::2]]
+    written = {"heads": HEADS[op] - UNFUSED[op] + FUSED[op], "latent": DX + NORM, "weight": WEIGHTS["float32"]}
+    programs[f"{op}, fused"] = dict(written=written, gemms=GEMMS["float32"][1:], saved=sorted(kept))
     written = {
         "heads": HEADS[op] - Counter({"kernel in place bf16": 1}) + QUANTIZED + VALUES,  # the inverse RoPE gives codes
         "scales": QUANTIZED,
@@ -89,12 +90,15 @@ def expected(op: str) -> dict[str, dict]:
 def test_passes_over_memory(monkeypatch):
     """No array of such a size but these: no copy or transpose, the RoPE's neither, and no float32 but dW."""
     programs = expected("q") | expected("kv")
-    found = compiled(monkeypatch, *programs, "q, mxfp8, out")
+    fused = {"q, fused, mxfp8": 2, "kv, fused, mxfp8": 4}
+    found = compiled(monkeypatch, *programs, *fused)
     for name, wanted in programs.items():
         assert found[name] == wanted, name
-    # What a kernel from the latent to codes is to do away with: the product in float32, once.
-    heads = found["q, mxfp8, out"]["written"]["heads"]
-    assert {kind: n for kind, n in heads.items() if kind.endswith("f32")} == {"gemm f32": 1}, heads
+    for name, copies in fused.items():  # from the latent to codes in one kernel: forward writes nothing else
+        heads = found[name]["written"]["heads"]
+        assert heads.pop("fused kernel u8") == copies, name
+        assert set(heads) == {"fusion bf16", "kernel u8", "kernel bf16"}, heads  # cotangents, rotated and quantised
+        assert found[name]["gemms"] == GEMMS["float32"][1:], name
 
 
 def test_kernels_under_an_auto_mesh_gather_nothing(monkeypatch):
