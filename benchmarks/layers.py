@@ -109,7 +109,7 @@ def layer(preset, tokens: int, repeats: int, seed: int, recipe: str | None = Non
     """Rows of ours, and of the peers, in each direction."""
     config, dtype = preset.config, jnp.dtype(preset.dtype)
     keys = jax.random.split(jax.random.key(seed), 3)
-    params = jax.jit(lambda key: jax_mla.init(key, config))(keys[0])
+    params = jax.jit(lambda key: jax_mla.init(key, config, dtype))(keys[0])
     x = jax.random.normal(keys[1], (preset.batch, tokens, config.hidden_size), dtype)
     dy = jax.random.normal(keys[2], x.shape, dtype)
     candidates = {
@@ -144,7 +144,7 @@ def _choices() -> dict:
     """Ours, by what a row is called."""
     if jax.default_backend() != "gpu":
         return {"xla": "xla"}
-    kernels = {"triton": ("triton", "xla")} if "triton" in cases.names("q_up_proj_rope") else {"xla": "xla"}
+    kernels = {"triton": ("triton", "cudnn", "xla")} if "triton" in cases.names("q_up_proj_rope") else {"xla": "xla"}
     return {"best": None} | kernels  # best: whatever the ops take by themselves
 
 

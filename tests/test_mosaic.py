@@ -322,7 +322,8 @@ def test_the_ops_on_a_gpu(op, case):
     """Also under vmap, which is one launch more of the same."""
     run, args = op_case(op, **case)
     found, wanted = (jax.jit(pulled, static_argnums=(0, 1))(run, name, args) for name in ("mosaic", "xla"))
-    judge.assert_close(found, wanted, **({} if "out" not in case else dict(tolerance=4e-2)))
+    # Sums in float32 of what was rounded to bfloat16, in another order and, of codes, across another boundary.
+    judge.assert_close(found, wanted, 4e-2 if "out" in case else judge.TOLERANCE["bfloat16"])
     x, w, k_pe, *rest = args
     batch = jax.jit(jax.vmap(lambda x, k_pe: pulled(run, "mosaic", (x[None], w, k_pe[None], *rest))))(x, k_pe)
     again = jax.jit(pulled, static_argnums=(0, 1))(run, "mosaic", args)
