@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import checks, dispatch, norm, norm_quantize, operands, rope, sharding
+from jax_mla import checks, dispatch, mxfp8, norm, norm_quantize, operands, rope, sharding
 from jax_mla.norm import NormStatic
 from jax_mla.operands import Operand
 from jax_mla.rope import wide
@@ -93,15 +93,15 @@ def project(static: Static, x: Operand, w: Operand, norm_scale, bias, train: boo
     """[RMSNorm ->] GEMM [+ bias] in x's dtype, and its residuals, for which nothing is made unless `train`."""
     dtype = x.dtype
     x, w, saved = factors(static, x, w, norm_scale, bias, train)
-    x_read, w_read = values(static, x, w)
+    x_read, w_read = values(static, dtype, x, w)
     y_dtype = jnp.promote_types(dtype, jnp.float32) if static.widen else dtype
     y = multiply(x_read, to_halves(w_read, static), static.contract, y_dtype)
     return add_bias(y, to_halves(bias, static)), saved
 
 
-def factors(static: Static, x: Operand, w: Operand, norm_scale, bias, train: bool):
-    """What the GEMM multiplies: x, normalised if it is to be, and w, under "mxfp8" as tensors that have the copies that
-    are read; and the residuals."""
+def factors(static: Static, x: Operand, w: Operand, norm_scale, bias, train: bool, codes: bool = False):
+    """What the GEMM multiplies: x, normalised if it is to be, and w, under "mxfp8" with the copies that it reads, which
+    `values` gives, or as `codes` in tensors; and the residuals."""
     given, dtype, latent, rstd = x, x.dtype, None, None
     how = static.implementation
     like_x = like_w = None
@@ -120,13 +120,15 @@ def factors(static: Static, x: Operand, w: Operand, norm_scale, bias, train: boo
             operands.check_blocks("w", w, static.w_axis(w.ndim), "rowwise")
         like_x, like_w = operands.like(given), operands.like(w)
         x_usages, w_usages = ("rowwise",) + ("columnwise",) * wants_w, ("columnwise",) + ("rowwise",) * wants_x
+        x_reads, w_reads = ((), ()) if codes else (("rowwise",), ("columnwise",))
+        products = operands.products(dtype)
         if norm_scale is not None:
-            quantization = operands.quantization(x_usages, static.x_axis, dtype, how)
+            quantization = operands.quantization(x_usages, static.x_axis, dtype, how, x_reads, products)
             x, rstd = norm_quantize.raw_forward(norm_quantize.Static(static.norm, quantization, how), x, norm_scale)
             x = x.detach()
         else:
-            x = operands.quantize(x, x_usages, static.x_axis, dtype, how)
-        w = operands.quantize(w, w_usages, static.w_axis(w.ndim), w.dtype, how)
+            x = operands.quantize(x, x_usages, static.x_axis, dtype, how, x_reads, products)
+        w = operands.quantize(w, w_usages, static.w_axis(w.ndim), w.dtype, how, w_reads, products)
         kept_x = operands.keep(x, "columnwise") if wants_w else None
         kept_w = operands.keep(w, "rowwise") if wants_x else None
         if static.name is not None:
@@ -134,18 +136,20 @@ def factors(static: Static, x: Operand, w: Operand, norm_scale, bias, train: boo
     return x, w, Residuals(latent, rstd, norm_scale, kept_x, kept_w, like_x, like_w, bias) if train else None
 
 
-def values(static: Static, x: Operand, w: Operand) -> tuple[jax.Array, jax.Array]:
-    """What `factors` gives as the arrays that are multiplied."""
+def values(static: Static, dtype, x: Operand | mxfp8.Rounded, w: Operand | mxfp8.Rounded) -> tuple[jax.Array, ...]:
+    """What `factors` gives for an x of that dtype as the arrays that are multiplied."""
     how = static.implementation
     if static.recipe is None:
-        return operands.read(x, x.dtype, None, how), operands.read(w, x.dtype, None, how)
-    products = operands.products(x.dtype)
+        return operands.read(x, dtype, None, how), operands.read(w, dtype, None, how)
+    products = operands.products(dtype)
     return operands.read(x, products, "rowwise", how), operands.read(w, products, "columnwise", how)
 
 
-def project_backward(static: Static, saved: Residuals, dy: Operand, summed: jax.Array | None = None) -> tuple:
-    """Cotangents of x, w, norm_scale and bias. dy may be wider than x, or under "mxfp8" a tensor: then `summed` is what
-    bias's cotangent, if there is a bias, is the sum of."""
+def project_backward(
+    static: Static, saved: Residuals, dy: Operand | mxfp8.Rounded, summed: jax.Array | None = None
+) -> tuple:
+    """Cotangents of x, w, norm_scale and bias. dy may be wider than x, or under "mxfp8" be quantised: then `summed` is
+    what bias's cotangent, if there is a bias, is the sum of."""
     latent, rstd, norm_scale, x, w, like_x, like_w, bias = saved
     wants_x, wants_w = static.x != "frozen", static.w != "frozen"
     how = static.implementation
@@ -157,7 +161,7 @@ def project_backward(static: Static, saved: Residuals, dy: Operand, summed: jax.
         x_read, w_read = operands.read(x, dy.dtype, None, how), operands.read(w, dy.dtype, None, how)
     elif wants_x or wants_w:
         usages, products = ("rowwise",) * wants_x + ("columnwise",) * wants_w, operands.products(like_x.dtype)
-        t = operands.quantize(dy, usages, static.w_axis(like_w.ndim), like_x.dtype, how)
+        t = operands.quantize(dy, usages, static.w_axis(like_w.ndim), like_x.dtype, how, usages, products)
         if wants_x:
             rows, w_read = (operands.read(a, products, "rowwise", how) for a in (t, w))
         if wants_w:

@@ -6,6 +6,7 @@ tensor and how gradients pass through one in `mxfp8_tensor.py`.
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -59,6 +60,8 @@ class Static:
     rounding: str
     dtype: np.dtype  # the tensor's logical dtype; what is quantised may be wider
     implementation: dispatch.Choice
+    reads: tuple[str, ...] = ()  # the copies that are wanted as values, for a GEMM that reads them at once
+    products: np.dtype | None = None  # the dtype of those
 
     @property
     def usages(self) -> tuple[str, ...]:
@@ -76,16 +79,51 @@ class Static:
             result += [shape, tuple(scales)]
         return result
 
-    def unflatten(self, arrays, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
-        """What a launch gives, flat and as bytes, as codes and scales of a tensor of that shape."""
-        codes = (jax.lax.bitcast_convert_type(a, bits.CODES) if i % 2 == 0 else a for i, a in enumerate(arrays))
-        return tuple(a.reshape(s) for a, s in zip(codes, self.shapes(shape), strict=True))
+    @property
+    def values(self) -> tuple[str | None, str | None]:
+        """For launches: the dtype of the copies that are read."""
+        return tuple(str(self.products) if usage in self.reads else None for usage in COPIES)
 
-    def tensor(self, *arrays: jax.Array) -> MXFP8Tensor:
-        """codes, scales of each usage, in order, as a tensor with its proxy."""
-        none = (None, None)
-        pairs = {"rowwise": (*arrays, *none), "columnwise": (*none, *arrays), "both": arrays}[self.usage]
-        return MXFP8Tensor(*pairs, self.dtype, self.token_axis, make_proxy(arrays[0], self.dtype))
+    def unflatten(self, arrays, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        """What a launch gives, flat and as bytes, as codes and scales of a tensor of that shape, or as the values of
+        what is read."""
+        arrays = [a.reshape(s) for a, s in zip(arrays, self.shapes(shape), strict=True)]
+        result = ()
+        for usage, codes, scales in zip(self.usages, arrays[::2], arrays[1::2], strict=True):
+            result += (codes,) if usage in self.reads else (jax.lax.bitcast_convert_type(codes, bits.CODES), scales)
+        return result
+
+    @property
+    def arrays(self) -> int:
+        """How many `unflatten` gives."""
+        return sum(1 if usage in self.reads else 2 for usage in self.usages)
+
+    def tensor(self, *arrays: jax.Array) -> "MXFP8Tensor | Rounded":
+        """What `unflatten` gives as a tensor with its proxy; with copies that are read beside one without."""
+        found, arrays = dict.fromkeys(COPIES, (None, None)), iter(arrays)
+        values = dict.fromkeys(COPIES)
+        for usage in self.usages:
+            if usage in self.reads:
+                values[usage] = next(arrays)
+            else:
+                found[usage] = next(arrays), next(arrays)
+        pairs = (*found["rowwise"], *found["columnwise"])
+        codes = next((a for a in pairs[::2] if a is not None), None)
+        if not self.reads:
+            return MXFP8Tensor(*pairs, self.dtype, self.token_axis, make_proxy(codes, self.dtype))
+        kept = None if codes is None else MXFP8Tensor(*pairs, self.dtype, self.token_axis)
+        return Rounded(values["rowwise"], values["columnwise"], kept)
+
+
+class Rounded(NamedTuple):
+    """What was quantised for GEMMs at hand: the values of the copies that these read, and the others as a tensor."""
+
+    rowwise: jax.Array | None
+    columnwise: jax.Array | None
+    tensor: MXFP8Tensor | None
+
+    def detach(self) -> "Rounded":
+        return self
 
 
 def static_of(argument: str, x: jax.Array, usage, token_axis, rounding, implementation: dispatch.Choice) -> Static:
@@ -105,8 +143,10 @@ def _xla_quantize(static: Static, x: jax.Array) -> tuple[jax.Array, ...]:
     """Codes and scales of each usage."""
     values, arrays = bits.of_float32(x), ()
     for usage in static.usages:
-        scales = bits.block_scales(values, static.axis(usage), static.rounding)
-        arrays += (bits.encode(values, scales, static.axis(usage)), scales)
+        axis = static.axis(usage)
+        scales = bits.block_scales(values, axis, static.rounding)
+        codes = bits.encode(values, scales, axis)
+        arrays += (bits.decode(codes, scales, axis, static.products),) if usage in static.reads else (codes, scales)
     return arrays
 
 
@@ -122,7 +162,8 @@ def _triton_quantize(static: Static, x: jax.Array) -> tuple[jax.Array, ...]:
     if x.size == 0:
         return _xla_quantize(static, x)
     flat = launches.matrix(x, static.token_axis if "columnwise" in static.usages else -2)
-    launch = kernels.quantize(*flat.shape, static.usage, static.rounding, arch=triton.compute_capability())
+    settings = dict(values=static.values, arch=triton.compute_capability())
+    launch = kernels.quantize(*flat.shape, static.usage, static.rounding, **settings)
     return static.unflatten(triton.call(launch, flat), x.shape)
 
 
@@ -136,11 +177,11 @@ IMPLEMENTATIONS = {
 }
 
 
-def raw_quantize(static: Static, x: jax.Array) -> MXFP8Tensor:
+def raw_quantize(static: Static, x: jax.Array) -> MXFP8Tensor | Rounded:
     """For the forward rules of ops that quantise what they compute: x may be wider than `static.dtype`."""
     chosen = dispatch.choose("quantize_mxfp8", IMPLEMENTATIONS, static.implementation, static, x)
     dims = " ".join(f"t{i}" for i in range(x.ndim))
-    rule = f"{dims} -> " + ", ".join([dims] * 2 * len(static.usages))  # whole blocks a device: see `blocked_axis`
+    rule = f"{dims} -> " + ", ".join([dims] * static.arrays)  # whole blocks a device: see `blocked_axis`
     forward = once_differentiable("quantize_mxfp8", functools.partial(chosen.forward, static))
     return static.tensor(*sharding.local("quantize_mxfp8", rule, forward, x, opaque=chosen.opaque))
 

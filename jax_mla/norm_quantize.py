@@ -71,7 +71,7 @@ def _triton_forward(static: Static, x: jax.Array, scale: jax.Array) -> tuple[jax
         return _xla_forward(static, x, scale)
     flat = launches.flat(x, 1)
     (rstd,) = triton.call(kernels.rstd(*flat.shape, static.norm.eps), flat)
-    settings = static.norm.zero_centered, static.quantize.usage, static.quantize.rounding
+    settings = static.norm.zero_centered, static.quantize.usage, static.quantize.rounding, static.quantize.values
     launch = kernels.norm_quantize(*flat.shape, *settings, arch=triton.compute_capability())
     arrays = triton.call(launch, flat, rstd, scale.reshape(-1))
     return *static.quantize.unflatten(arrays, x.shape), rstd.reshape(x.shape[:-1])
@@ -99,10 +99,10 @@ def _choose(static: Static, *args) -> dispatch.Implementation:
     return dispatch.choose("rms_norm_quantize", IMPLEMENTATIONS, static.implementation, static, *args)
 
 
-def raw_forward(static: Static, x: jax.Array, scale: jax.Array) -> tuple[MXFP8Tensor, jax.Array]:
+def raw_forward(static: Static, x: jax.Array, scale: jax.Array) -> tuple[MXFP8Tensor | mxfp8.Rounded, jax.Array]:
     """The tensor, rstd [...]."""
     rows = " ".join(f"t{i}" for i in range(x.ndim - 1))
-    copies = ", ".join([f"{rows} K"] * 2 * len(static.quantize.usages))
+    copies = ", ".join([f"{rows} K"] * static.quantize.arrays)
     chosen = _choose(static, x, scale)
     forward = once_differentiable("rms_norm_quantize", functools.partial(chosen.forward, static))
     rule = f"{rows} K, K -> {copies}, {rows}"

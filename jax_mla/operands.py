@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_mla import checks, dispatch, mxfp8, mxfp8_tensor, sharding
 from jax_mla.dequantize import raw_dequantize
+from jax_mla.mxfp8 import Rounded
 from jax_mla.mxfp8_bits import BLOCK
 from jax_mla.mxfp8_tensor import MXFP8Tensor
 
@@ -78,29 +79,43 @@ def check_blocks(argument: str, x: Operand, token_axis: int, *usages: str) -> No
 
 
 def quantize(
-    x: Operand, usages: tuple[str, ...], token_axis: int, dtype: np.dtype, implementation: dispatch.Choice = None
-) -> MXFP8Tensor:
-    """x with these copies, no proxy, and the logical dtype `dtype`, which x's own may be wider than."""
-    if isinstance(x, MXFP8Tensor):
+    x: Operand | Rounded,
+    usages: tuple[str, ...],
+    token_axis: int,
+    dtype: np.dtype,
+    implementation: dispatch.Choice = None,
+    reads: tuple[str, ...] = (),
+    products: np.dtype | None = None,
+) -> MXFP8Tensor | Rounded:
+    """x with these copies, no proxy, and the logical dtype `dtype`, which x's own may be wider than. reads: those of
+    them that `read` is to give at once, in `products`, and nothing keeps. What is quantised already stays as it is."""
+    if isinstance(x, MXFP8Tensor | Rounded):
         return x.detach()
-    return mxfp8.raw_quantize(quantization(usages, token_axis, dtype, implementation), x).detach()
+    static = quantization(usages, token_axis, dtype, implementation, reads, products)
+    return mxfp8.raw_quantize(static, x).detach()
 
 
-def quantization(usages, token_axis: int, dtype, implementation: dispatch.Choice = None) -> mxfp8.Static:
+def quantization(
+    usages, token_axis: int, dtype, implementation: dispatch.Choice = None, reads=(), products=None
+) -> mxfp8.Static:
     usage = "both" if len(usages) == 2 else usages[0]
-    return mxfp8.Static(usage, token_axis, "up", jnp.dtype(dtype), implementation)
+    return mxfp8.Static(usage, token_axis, "up", jnp.dtype(dtype), implementation, reads, products)
 
 
-def keep(x: Operand, usage: str | None = None) -> Operand:
+def keep(x: Operand | Rounded, usage: str | None = None) -> Operand:
     """What the backward pass keeps: an array, or one copy of a tensor, by default the first it has. As bytes: scan
     stacks residuals, and XLA may widen fp8 arrays."""
+    if isinstance(x, Rounded):
+        x = x.tensor
     if not isinstance(x, MXFP8Tensor):
         return x
     return x.detach().only(x.usages[0] if usage is None else usage).bytes()
 
 
-def read(x: Operand, dtype, usage: str | None = None, implementation: dispatch.Choice = None) -> jax.Array:
+def read(x: Operand | Rounded, dtype, usage: str | None = None, implementation: dispatch.Choice = None) -> jax.Array:
     """The values in `dtype`: of a tensor those of the copy, by default of the first it has."""
+    if isinstance(x, Rounded):
+        return getattr(x, usage).astype(dtype)
     if not isinstance(x, MXFP8Tensor):
         return x.astype(dtype)
     t = x.detach() if usage is None else x.detach().only(usage)

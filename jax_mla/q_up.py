@@ -131,7 +131,7 @@ def _backward(implementation: str, static: Static, saved: Residuals, dq):
     elif "frozen" in (static.project.x, static.project.w):  # one GEMM, which reads one direction, or none
         dz = rope.raw(adjoint, rope.wide(dq), cos, sin)
     else:  # quantised both ways as it is rotated
-        dz = rope_quantize.raw(adjoint, dq, cos, sin).detach()
+        dz = rope_quantize.raw(adjoint, dq, cos, sin, products=operands.products(dq.dtype))
         if project.bias is not None:  # rotated again in the sum over tokens, in float32 and never written
             summed = rope.raw(dataclasses.replace(adjoint, implementation="xla"), rope.wide(dq), cos, sin)
     dx, dw, dscale, dbias = linear.project_backward(static.project, project, dz, summed)

@@ -48,7 +48,7 @@ def _array(x: Operand) -> jax.Array:
 def forward(parts: str, static, train: bool, x: Operand, w: Operand, cos, sin, norm_scale, bias):
     """q, and what `linear.project_backward` needs (None unless `train`)."""
     dtype, project = x.dtype, static.project.using(parts)
-    x, w, saved = linear.factors(project, x, w, norm_scale, bias, train)
+    x, w, saved = linear.factors(project, x, w, norm_scale, bias, train, codes=True)
     if project.recipe is None:
         xs, ws = ((operands.read(a, dtype, None, project.implementation),) for a in (x, w))
     else:

@@ -80,9 +80,9 @@ def _on_shards(op: str, sizes: dict, kinds: tuple[str, ...], function: Callable)
 
 def _prepared(parts: str, static, train: bool, x, w, norm_scale, bias):
     """x, normalised if it is to be; w, whole but for its heads; residuals."""
-    project = static.project.using(parts)
+    project, dtype = static.project.using(parts), x.dtype
     x, w, saved = linear.factors(project, x, w, norm_scale, bias, train)
-    x, w = linear.values(project, x, w)
+    x, w = linear.values(project, dtype, x, w)
     return x, sharding.gather_but_heads(w, sharding.own_heads(x, w)), saved
 
 

@@ -23,6 +23,8 @@ TABLES = {
         "quantize both": ((ANY, Blocks(128, 2)),),
         "quantize columnwise": ((ANY, Blocks(128, 2)),),
         "quantize rowwise": ((2**24, Blocks(128, 4)), (ANY, Blocks(256, 4))),
+        # Not timed: as many warps a multiprocessor as registers leave.
+        "quantize values": ((ANY, Blocks(128, 4)),),
         "norm_quantize": ((ANY, Blocks(128, 2)),),
         "rope_quantize": ((ANY, Blocks(128, 2)),),
         "dequantize": ((ANY, Blocks(256, 4)),),

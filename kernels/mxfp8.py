@@ -104,6 +104,17 @@ def store(pointers, values, mask, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def store_encoded(pointers, x, scale, mask, WHOLE: tl.constexpr):
+    """float32 x as codes of those scales, or into an array that is none of bytes as the values of the codes."""
+    codes = encode(x, scale)
+    kind: tl.constexpr = pointers.dtype.scalar.element_ty
+    if kind == tl.uint8:
+        store(pointers, codes, mask, WHOLE)
+    else:
+        store(pointers, decode(codes, scale).to(kind), mask, WHOLE)
+
+
+@triton.jit
 def inside(row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
 
@@ -132,7 +143,7 @@ def store_rows(x, row, column, group, offsets, codes, scales, ROWS: tl.constexpr
                UP: tl.constexpr, WHOLE: tl.constexpr, T: tl.constexpr = 0, D: tl.constexpr = 0):  # fmt: skip
     """Row-wise codes and scales of a tile; the scales tiled where T is not 0, as matrices [T, D / 32]."""
     scale = scale_of(largest(magnitude(x), 32), UP)
-    store(codes + offsets, encode(x, spread(scale, 32)), inside(row, column, ROWS, COLUMNS), WHOLE)
+    store_encoded(codes + offsets, x, spread(scale, 32), inside(row, column, ROWS, COLUMNS), WHOLE)
     mask = inside(row, group, ROWS, COLUMNS // 32)
     if T:
         matrix = (row // T * (COLUMNS // D))[:, None] + (group // (D // 32))[None, :]
@@ -148,7 +159,7 @@ def store_columns(x, block, row, column, offsets, codes, scales, ROWS: tl.conste
                   UP: tl.constexpr, WHOLE: tl.constexpr, T: tl.constexpr = 0, D: tl.constexpr = 0):  # fmt: skip
     """Column-wise codes and scales of a tile of 32 rows, the `block`-th; tiled scales as matrices [D, T / 32]."""
     scale = scale_of(tl.max(magnitude(x), axis=0), UP)
-    store(codes + offsets, encode(x, scale[None, :]), inside(row, column, ROWS, COLUMNS), WHOLE)
+    store_encoded(codes + offsets, x, scale[None, :], inside(row, column, ROWS, COLUMNS), WHOLE)
     if T:
         matrix = block // (T // 32) * (COLUMNS // D) + column // D
         c = block % (T // 32) + 0 * column
@@ -228,6 +239,13 @@ def swizzle_kernel(scales, tiles, ROWS: tl.constexpr, BLOCKS: tl.constexpr, INNE
 
 
 USAGES = ("rowwise", "columnwise", "both")
+Values = tuple[str | None, str | None]  # the dtype of the row-wise and the column-wise values; None for codes
+CODES: Values = (None, None)
+
+
+def encoded(shape: tuple[int, ...], values: Values) -> tuple:
+    """The outputs for row-wise and for column-wise codes, or the values of codes."""
+    return tuple((shape, dtype or "uint8") for dtype in values)
 
 
 def check_blocks(rows: int, columns: int, usage: str) -> None:
@@ -258,12 +276,13 @@ def supports_tiled(tokens: int, columns: int) -> str | None:
 
 
 def quantize(rows: int, columns: int, usage: str, rounding: str = "up", tiled: tuple[int, int] | None = None,
-             arch: int = HOPPER) -> Launch:  # fmt: skip
+             values: Values = CODES, arch: int = HOPPER) -> Launch:  # fmt: skip
     """x [rows, columns] -> codes and scales of each usage: uint8 [rows, columns] and [rows, columns / 32], and the same
     and [rows / 32, columns].
 
     tiled: (tokens, columns) of the matrices that x is made of, [outer, tokens, inner, columns]: the scales are then
-    what `swizzle` makes of them, [outer * inner, bytes]."""
+    what `swizzle` makes of them, [outer * inner, bytes]. values: for a GEMM that is to read a copy at once, its values
+    in place of its codes (the scales stay)."""
     check_blocks(rows, columns, usage)
     if tiled:
         require(
@@ -275,7 +294,7 @@ def quantize(rows: int, columns: int, usage: str, rounding: str = "up", tiled: t
         require(
             rows % tiled[0] == columns % tiled[1] == 0, "tiled", tiled, f"what divides {rows} rows, {columns} columns"
         )
-    codes = ((rows, columns), "uint8")
+    row_codes, column_codes = encoded((rows, columns), values)
     by_row, by_column = ((rows, columns // BLOCK), "uint8"), ((rows // BLOCK, columns), "uint8")
     tokens, dims = tiled or (0, 0)
     if tiled:
@@ -283,11 +302,11 @@ def quantize(rows: int, columns: int, usage: str, rounding: str = "up", tiled: t
         by_row = ((matrices, cdiv(tokens, 128) * cdiv(dims // BLOCK, 4) * 512), "uint8")
         by_column = ((matrices, cdiv(dims, 128) * cdiv(tokens // BLOCK, 4) * 512), "uint8")
     kernel, outputs = {
-        "rowwise": (quantize_rows, (codes, by_row)),
-        "columnwise": (quantize_columns, (codes, by_column)),
-        "both": (quantize_both, (codes, by_row, codes, by_column)),
+        "rowwise": (quantize_rows, (row_codes, by_row)),
+        "columnwise": (quantize_columns, (column_codes, by_column)),
+        "both": (quantize_both, (row_codes, by_row, column_codes, by_column)),
     }[usage]
-    size, warps = blocks(f"quantize {usage}", rows * columns, arch)
+    size, warps = blocks(f"quantize {usage if values == CODES else 'values'}", rows * columns, arch)
     size = width(columns, size)
     constants = (("ROWS", rows), ("COLUMNS", columns), ("UP", rounds_up(rounding)), ("T", tokens), ("D", dims))
     return Launch(kernel, tiles(rows, columns, size), outputs, (*constants, ("BC", size)), warps, 1)

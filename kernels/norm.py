@@ -8,7 +8,20 @@ import triton.language as tl
 
 from .blocks import HOPPER, blocks
 from .launch import Launch, cdiv, power_of_two, require
-from .mxfp8 import check_blocks, inside, load, rounds_up, store_columns, store_rows, tile, tiles, width
+from .mxfp8 import (
+    CODES,
+    Values,
+    check_blocks,
+    encoded,
+    inside,
+    load,
+    rounds_up,
+    store_columns,
+    store_rows,
+    tile,
+    tiles,
+    width,
+)
 
 
 @triton.jit
@@ -114,18 +127,19 @@ def rstd(rows: int, columns: int, eps: float) -> Launch:
 
 
 def norm_quantize(rows: int, columns: int, zero_centered: bool, usage: str = "both", rounding: str = "up",
-                  arch: int | None = HOPPER) -> Launch:  # fmt: skip
-    """x [rows, columns], rstd, scale -> row-wise codes and scales, and for usage "both" column-wise ones.
+                  values: Values = CODES, arch: int | None = HOPPER) -> Launch:  # fmt: skip
+    """x [rows, columns], rstd, scale -> row-wise codes and scales, and for usage "both" column-wise ones. values: as
+    `mxfp8.quantize`.
 
     A second launch after `rstd`'s: blocks of 32 rows leave a row to many programs.
     """
     require(usage in ("both", "rowwise"), "usage", usage, "'both' or 'rowwise'")
     check_blocks(rows, columns, usage)
     constants = (("ROWS", rows), ("K", columns), ("ZERO_CENTERED", zero_centered), ("UP", rounds_up(rounding)))
-    codes, by_row = ((rows, columns), "uint8"), ((rows, columns // 32), "uint8")
+    (codes, by_column), by_row = encoded((rows, columns), values), ((rows, columns // 32), "uint8")
     kernel, outputs = norm_quantize_rows_kernel, (codes, by_row)
     if usage == "both":
-        kernel, outputs = norm_quantize_kernel, (codes, by_row, codes, ((rows // 32, columns), "uint8"))
+        kernel, outputs = norm_quantize_kernel, (codes, by_row, by_column, ((rows // 32, columns), "uint8"))
     size, warps = blocks("norm_quantize", rows * columns, arch)
     size = width(columns, size)
     return Launch(kernel, tiles(rows, columns, size), outputs, (*constants, ("BC", size)), warps, 1)

@@ -9,7 +9,21 @@ import triton.language as tl
 
 from .blocks import HOPPER, blocks
 from .launch import Launch, cdiv, require
-from .mxfp8 import encode, largest, load, magnitude, pieces, rounds_up, scale_of, spread, store, width
+from .mxfp8 import (
+    CODES,
+    Values,
+    encoded,
+    largest,
+    load,
+    magnitude,
+    pieces,
+    rounds_up,
+    scale_of,
+    spread,
+    store,
+    store_encoded,
+    width,
+)
 from .rope import check_rotary, load_neighbours, rotate, table_row
 
 
@@ -40,10 +54,10 @@ def _store(values, base, row_base, column_base, column, group, row_codes, row_sc
     row_mask = tl.broadcast_to((group < DIMS // 32)[None, :], (values.shape[0], values.shape[1] // 32))
     bits, offsets = magnitude(values), base[:, None] + column[None, :]
     scale = scale_of(largest(bits, 32), UP)
-    store(row_codes + offsets, encode(values, spread(scale, 32)), mask, WHOLE)
+    store_encoded(row_codes + offsets, values, spread(scale, 32), mask, WHOLE)
     store(row_scales + row_base[:, None] + group[None, :], scale.to(tl.uint8), row_mask, WHOLE)
     scale = scale_of(tl.max(bits, axis=0), UP)
-    store(column_codes + offsets, encode(values, scale[None, :]), mask, WHOLE)
+    store_encoded(column_codes + offsets, values, scale[None, :], mask, WHOLE)
     store(column_scales + column_base + column, scale.to(tl.uint8), column < DIMS, WHOLE)
 
 
@@ -90,8 +104,10 @@ def supports(dim: int, rotary: int) -> str | None:
 
 
 def rope_quantize(rows: int, heads: int, dim: int, rotary: int, table: tuple[int, int, int], read: str, write: str,
-                  inverse: bool, rounding: str = "up", arch: int = HOPPER) -> Launch:  # fmt: skip
-    """x [rows, heads, dim], cos, sin -> row-wise codes and scales, column-wise codes and scales, of the rotation."""
+                  inverse: bool, rounding: str = "up", values: Values = CODES,
+                  arch: int = HOPPER) -> Launch:  # fmt: skip
+    """x [rows, heads, dim], cos, sin -> row-wise codes and scales, column-wise codes and scales, of the rotation.
+    values: as `mxfp8.quantize`."""
     check_rotary(rotary, dim, read, write)
     require(supports(dim, rotary) is None, "rotary", rotary, f"with dim {dim}, multiples of 32 and a power of two")
     require(rows % 32 == 0, "rows", rows, "a multiple of 32")
@@ -102,6 +118,6 @@ def rope_quantize(rows: int, heads: int, dim: int, rotary: int, table: tuple[int
     constants = (("N1", table[0]), ("S0", table[1]), ("S1", table[2]), ("HEADS", heads), ("DIM", dim), ("KEPT", kept))
     constants += (("READ_PAIRS", read == "pairs"), ("WRITE_PAIRS", write == "pairs"), ("INVERSE", inverse))
     constants += (("UP", rounds_up(rounding)), ("ROTARY", rotary), ("BC", size), ("PARTS", parts))
-    codes = ((rows, heads, dim), "uint8")
-    outputs = (codes, ((rows, heads, dim // 32), "uint8"), codes, ((rows // 32, heads, dim), "uint8"))
+    row_codes, column_codes = encoded((rows, heads, dim), values)
+    outputs = (row_codes, ((rows, heads, dim // 32), "uint8"), column_codes, ((rows // 32, heads, dim), "uint8"))
     return Launch(rope_quantize_kernel, (cdiv(rows, 32) * heads * (parts + 1),), outputs, constants, warps, 1)

@@ -28,6 +28,13 @@ LAUNCHES = {
     "quantize both": (mxfp8.quantize(R, H * 192, "both"), [BF16]),
     "quantize both, tiled": (mxfp8.quantize(R, H * 192, "both", tiled=(4096, 192)), [BF16]),
     "quantize both, float32": (mxfp8.quantize(R, H * 192, "both"), [F32]),
+    "quantize both, values": (mxfp8.quantize(R, H * 256, "both", values=(BF16, BF16)), [BF16]),
+    "quantize both, values and codes": (mxfp8.quantize(R, 7168, "both", values=(BF16, None)), [BF16]),
+    "rope_quantize, values": (
+        rope_mxfp8.rope_quantize(R, H, 192, 64, TABLE, "halves", "pairs", True, values=(BF16, BF16)),
+        [BF16, F32, F32],
+    ),
+    "norm_quantize, values and codes": (norm.norm_quantize(R, 1536, False, values=(BF16, None)), [BF16, F32, F32]),
     "dequantize": (mxfp8.dequantize(R, H * 192, "columnwise", BF16), [U8, U8]),
     "swizzle": (mxfp8.swizzle(2, 4096, H, 6, "rowwise"), [U8]),
     "rope_quantize": (

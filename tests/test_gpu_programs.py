@@ -37,8 +37,8 @@ WEIGHTS = {"float32": Counter({"fusion bf16": 1, "gemm f32": 1}), "bfloat16": Co
 DX = Counter({"gemm bf16": 1})
 BIAS = Counter({"fusion bf16": 1})
 NORM = Counter({"kernel bf16": 2, "fusion bf16": 1})  # with its gradient, and once more for wgrad
-QUANTIZED = Counter({"kernel u8": 2})  # once, both copies
-VALUES = Counter({"kernel bf16": 2})  # of both copies, a GEMM each
+ROUNDED = Counter({"kernel bf16": 2})  # the values of both copies, a GEMM each
+SAVED_CODES = Counter({"kernel u8": 1, "kernel bf16": 2})  # those of one as it is quantised, and later of the other
 # In place of a GEMM and what follows it.
 FUSED = {"q": Counter({"fused kernel bf16": 1}), "kv": Counter({"fused kernel bf16": 2})}
 UNFUSED = {"q": Counter({"gemm bf16": 1, "kernel in place bf16": 1}), "kv": Counter({"gemm bf16": 1, "kernel bf16": 2})}
@@ -78,10 +78,10 @@ def expected(op: str) -> dict[str, dict]:
     written = {"heads": HEADS[op] - UNFUSED[op] + FUSED[op], "latent": DX + NORM, "weight": WEIGHTS["float32"]}
     programs[f"{op}, fused"] = dict(written=written, gemms=GEMMS["float32"][1:], saved=sorted(kept))
     written = {
-        "heads": HEADS[op] - Counter({"kernel in place bf16": 1}) + QUANTIZED + VALUES,  # the inverse RoPE gives codes
-        "scales": QUANTIZED,
-        "latent": DX + QUANTIZED + VALUES,
-        "weight": Counter({"gemm f32": 1}) + QUANTIZED + VALUES,
+        "heads": HEADS[op] - Counter({"kernel in place bf16": 1}) + ROUNDED,  # the inverse RoPE gives what GEMMs read
+        "scales": Counter({"kernel u8": 2}),
+        "latent": DX + SAVED_CODES,
+        "weight": Counter({"gemm f32": 1}) + SAVED_CODES,
     }
     kept = sorted(SAVED_MXFP8[op] + SAVED[op])
     return programs | {f"{op}, mxfp8": dict(written=written, gemms=GEMMS["float32"], saved=kept)}
@@ -97,7 +97,7 @@ def test_passes_over_memory(monkeypatch):
     for name, copies in fused.items():  # from the latent to codes in one kernel: forward writes nothing else
         heads = found[name]["written"]["heads"]
         assert heads.pop("fused kernel u8") == copies, name
-        assert set(heads) == {"fusion bf16", "kernel u8", "kernel bf16"}, heads  # cotangents, rotated and quantised
+        assert set(heads) == {"fusion bf16", "kernel bf16"}, heads  # cotangents, rotated and rounded
         assert found[name]["gemms"] == GEMMS["float32"][1:], name
 
 

@@ -64,6 +64,29 @@ def test_quantize_and_dequantize(usage, dtype, rounding):
             assert np.array_equal(np.where(nan, 0, to_numpy(y)), wanted) and np.isnan(to_numpy(y)[nan]).all()
 
 
+def test_values_in_place_of_codes():
+    """What a GEMM reads at once has the bits of two launches, quantise and dequantise, beside a copy of codes."""
+    x, scale = values(64, 160, dtype="bfloat16"), to_torch(np.linspace(0.5, 2, 160), "bfloat16")
+    cos, sin = map(to_torch, np.random.default_rng(3).normal(size=(2, 64, 16)).astype(np.float32))
+    (rstd,) = run(norm.rstd(64, 160, 1e-3), x)
+    rope_settings = 64, 1, 160, 32, (64, 0, 1), "halves", "pairs", True
+    launches = [
+        (lambda **how: mxfp8.quantize(64, 160, "both", **how), (x,)),
+        (lambda **how: norm.norm_quantize(64, 160, False, **how), (x, rstd, scale)),
+        (lambda **how: rope_mxfp8.rope_quantize(*rope_settings, **how), (x.reshape(64, 1, 160), cos, sin)),
+    ]
+    for launch, args in launches:
+        codes = [a.reshape(len(a), -1) for a in run(launch(), *args)]
+        for dtypes in (("bfloat16", None), (None, "float32"), ("bfloat16", "bfloat16")):
+            found = [a.reshape(len(a), -1) for a in run(launch(values=dtypes), *args)]
+            for at, (copy, dtype) in enumerate(zip(("rowwise", "columnwise"), dtypes, strict=True)):
+                wanted = codes[2 * at : 2 * at + 2]
+                if dtype is not None:
+                    wanted = run(mxfp8.dequantize(64, 160, copy, dtype), *wanted)
+                for f, w in zip(found[2 * at :], wanted, strict=False):
+                    assert np.array_equal(to_numpy(f), to_numpy(w), equal_nan=True), (dtypes, copy)
+
+
 @pytest.mark.parametrize(
     "outer,tokens,inner,columns", [(2, 32, 3, 96), (1, 160, 2, 64), (1, 128, 1, 128), (3, 64, 1, 160)]
 )
