@@ -102,6 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         "device": _device(),
         "versions": _versions(),
         "command": _command(sys.argv[1:] if argv is None else argv),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "date": datetime.date.today().isoformat(),
         "rows": [],
     }

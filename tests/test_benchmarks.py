@@ -23,7 +23,7 @@ MORE = {"variant", "ceiling", "fraction"}
 def rows_of(path, *arguments):
     benchmarks.main([*arguments, "--preset", "small-cpu", "--repeats", "2", "--json", str(path)])
     report = json.loads(path.read_text())
-    assert set(report) == {"device", "versions", "command", "date", "rows"}
+    assert set(report) == {"device", "versions", "command", "xla_flags", "date", "rows"}
     for row in report["rows"]:
         assert set(row) == KEYS | MORE and row["peak_bytes"] >= 0
         assert row["pass"] in ("fwd", "bwd", "fwd_bwd")
