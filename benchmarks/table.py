@@ -1,5 +1,5 @@
-"""`python benchmarks/table.py RESULTS.json [PICTURE.png]`: the table of docs/performance.md, which a test compares with
-it, and its picture (extra `bench`)."""
+"""`python benchmarks/table.py RESULTS.json ... [PICTURE.png]`: the tables of docs/performance.md, which a test compares
+with it, and the picture of ops (extra `bench`). Of an op that several results have, the last counts."""
 
 import json
 import sys
@@ -17,47 +17,83 @@ NAMES = {
     ("rms_norm_mxfp8", "fwd", "hidden"): ("RMSNorm + MXFP8 both ways, [8192, 7168]", 0.115),
     ("dequantize", "fwd", "rowwise"): ("dequantise queries, row-wise", 0.22),
     ("dequantize", "fwd", "columnwise"): ("dequantise queries, column-wise", 0.22),
-    ("q_up", "fwd", None): ("Q up-projection, forward", None),
+    ("q_up", "fwd", None): ("Q up-projection, forward", 0.90),
     ("q_up", "bwd", None): ("Q up-projection, backward", 1.80),
-    ("q_up_mxfp8", "fwd", None): ("Q up-projection in MXFP8, forward", None),
+    ("q_up_mxfp8", "fwd", None): ("Q up-projection in MXFP8, forward", 1.05),
     ("q_up_mxfp8", "bwd", None): ("Q up-projection in MXFP8, backward", None),
-    ("kv_up", "fwd", None): ("KV up-projection, forward", None),
+    ("kv_up", "fwd", None): ("KV up-projection, forward", 0.55),
     ("kv_up", "bwd", None): ("KV up-projection, backward", None),
-    ("kv_up_mxfp8", "fwd", None): ("KV up-projection in MXFP8, forward", None),
+    ("kv_up_mxfp8", "fwd", None): ("KV up-projection in MXFP8, forward", 0.70),
     ("kv_up_mxfp8", "bwd", None): ("KV up-projection in MXFP8, backward", None),
 }
 
 
-def measured(report: dict):
+# The layer's ops, and what they are called.
+LAYERS = {"layer": "bfloat16", "layer_mxfp8": "MXFP8"}
+
+
+def measured(*reports: dict):
     """label, goal, floor, the row of our fastest kernel, and milliseconds by peer, of each op. Floor: what the bytes
     that must be moved, or the operations, take at the run's own ceiling, whichever is longer."""
     for (op, direction, variant), (label, goal) in NAMES.items():
         key = (op, direction, variant)
-        rows = {r["implementation"]: r for r in report["rows"] if (r["op"], r["pass"], r.get("variant")) == key}
+        by_report = [[r for r in report["rows"] if (r["op"], r["pass"], r.get("variant")) == key] for report in reports]
+        rows = {r["implementation"]: r for r in [found for found in by_report if found][-1]}
         ours = min((rows[name] for name in OURS if name in rows), key=lambda row: row["ms"])
         peers = {name: rows[name]["ms"] for name in PEERS if name in rows}
         yield label, goal, ours["ms"] * ours["fraction"], ours, peers
 
 
-def table(report: dict) -> str:
-    """Markdown."""
+def layers(*reports: dict) -> str:
+    """Markdown: the whole layer, ours as `None` chooses."""
+    head = [
+        "layer",
+        "tokens",
+        "pass",
+        "ours",
+        "jnp best",
+        "jnp usual",
+        "best / ours",
+        "usual / ours",
+        "MiB: ours",
+        "best",
+    ]
+    lines = [head, ["---"] * len(head)]
+    rows = [r for report in reports for r in report["rows"] if r["op"] in LAYERS]
+    for key in dict.fromkeys((r["op"], r["preset"], r["tokens"], r["pass"]) for r in rows):
+        op, preset, tokens, direction = key
+        ours, best, usual = (
+            next(r for r in rows if (r["op"], r["preset"], r["tokens"], r["pass"], r["implementation"]) == (*key, name))
+            for name in ("best", "jnp_best", "jnp_usual")
+        )
+        name = f"{preset.replace('deepseek_', '').replace('_', ' ')}, {LAYERS[op]}"
+        times = [f"{r['ms']:.2f} ± {r['spread'] / 2:.2f}" for r in (ours, best, usual)]
+        ratios = [f"{r['ms'] / ours['ms']:.2f}" for r in (best, usual)]
+        sizes = [f"{r['peak_bytes'] / 2**20:,.0f}" for r in (ours, best)]
+        lines.append([name, f"{tokens:,}", direction.replace("fwd_bwd", "both").replace("fwd", "forward"), *times])
+        lines[-1] += [*ratios, *sizes]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def table(*reports: dict) -> str:
+    """Markdown: ops."""
     head = ["op", "floor", "goal", "ours", "by", *(name.replace("_", " ") for name in PEERS)]
     lines = [head, ["---"] * len(head)]
-    for label, goal, floor, ours, peers in measured(report):
+    for label, goal, floor, ours, peers in measured(*reports):
         by_peer = [f"{peers[name]:.3f}" if name in peers else "" for name in PEERS]
         best = [f"{ours['ms']:.3f}", ours["implementation"]]
         lines.append([label, f"{floor:.3f}", "" if goal is None else f"{goal:.3g}", *best, *by_peer])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def picture(report: dict, path: str) -> None:
+def picture(path: str, *reports: dict) -> None:
     """Each time as a multiple of its floor."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    found = list(measured(report))
+    found = list(measured(*reports))
     marks = {"ours": ("o", "tab:blue", 70), "jnp_best": ("|", "tab:orange", 120), "jnp_usual": ("x", "tab:red", 45)}
     figure, axes = pyplot.subplots(figsize=(9, 0.34 * len(found) + 1.4))
     for name, (marker, color, size) in marks.items():
@@ -72,15 +108,21 @@ def picture(report: dict, path: str) -> None:
     axes.set_xticks(ticks, map(str, ticks))
     axes.set_xticks([], minor=True)
     axes.grid(axis="x", alpha=0.4)
-    axes.set_xlabel(f"time over the floor, which is in brackets ({report['device']})", loc="right")
+    axes.set_xlabel(f"time over the floor, which is in brackets ({reports[-1]['device']})", loc="right")
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=90)
 
 
 if __name__ == "__main__":
-    with open(sys.argv[1], encoding="utf-8") as file:
-        results = json.load(file)
-    print(table(results))
-    if len(sys.argv) > 2:
-        picture(results, sys.argv[2])
+    results = []
+    for name in sys.argv[1:]:
+        if name.endswith(".json"):
+            with open(name, encoding="utf-8") as file:
+                results.append(json.load(file))
+    if any(row["op"] in LAYERS for report in results for row in report["rows"]):
+        print(layers(*results))
+    else:
+        print(table(*results))
+        if sys.argv[-1].endswith(".png"):
+            picture(sys.argv[-1], *results)

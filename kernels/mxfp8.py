@@ -301,15 +301,9 @@ def quantize(rows: int, columns: int, usage: str, rounding: str = "up", tiled: t
     in place of its codes (the scales stay)."""
     check_blocks(rows, columns, usage)
     if tiled:
-        require(
-            supports_tiled(*tiled) is None,
-            "tiled",
-            tiled,
-            f"tokens in whole blocks of {BLOCK}, columns of at least one",
-        )
-        require(
-            rows % tiled[0] == columns % tiled[1] == 0, "tiled", tiled, f"what divides {rows} rows, {columns} columns"
-        )
+        fits, divides = supports_tiled(*tiled) is None, rows % tiled[0] == columns % tiled[1] == 0
+        require(fits, "tiled", tiled, f"tokens in whole blocks of {BLOCK}, columns of at least one")
+        require(divides, "tiled", tiled, f"what divides {rows} rows, {columns} columns")
     row_codes, column_codes = encoded((rows, columns), values)
     by_row, by_column = ((rows, columns // BLOCK), "uint8"), ((rows // BLOCK, columns), "uint8")
     tokens, dims = tiled or (0, 0)

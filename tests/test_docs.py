@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.table import table
+from benchmarks.table import layers, table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -55,19 +55,20 @@ def test_the_speed_table_is_the_committed_result():
     assert found[4096, "jnp_usual"]["peak_bytes"] >= 3 * found[4096, "xla"]["peak_bytes"]
 
 
-def test_the_h200_figures_are_the_committed_result():
-    rows = json.loads((ROOT / "benchmarks" / "results" / "layer-h200.json").read_text())["rows"]
-    for row in (row for row in rows if row["pass"] == "fwd_bwd"):
-        assert f"{row['ms']:.1f} ms and {row['peak_bytes'] / 2**20:,.0f} MiB" in " ".join(README.split())
-
-
-def test_the_performance_table_is_the_committed_result():
-    results = ROOT / "benchmarks" / "results"
+def test_the_performance_tables_are_the_committed_results():
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    report = json.loads((results / "ops-h200.json").read_text())
-    assert table(report) in page
-    assert report["command"] in page
-    layers = json.loads((results / "layer-triton-h200.json").read_text())["rows"]
-    found = {(r["op"], r["implementation"]): f"{r['ms']:.1f}" for r in layers if r["pass"] == "fwd_bwd"}
-    assert found["layer", "triton"] == found["layer", "xla"] == "65.5"
-    assert found["layer_mxfp8", "triton"] == "69.6" and found["layer_mxfp8", "xla"] == "77.6"
+
+    def reports(*names):
+        return [json.loads((ROOT / "benchmarks" / "results" / f"{name}-h200.json").read_text()) for name in names]
+
+    ops, whole = (
+        reports("ops", "up", "kv-mxfp8"),
+        reports("layer", "layer-mxfp8", "layer-tokens", "layer-16k", "layer-lite"),
+    )
+    assert table(*ops) in page and layers(*whole) in page
+    for report in ops + whole:
+        assert report["command"] in page
+    both = {
+        r["op"]: r["ms"] for report in whole[:2] for r in report["rows"] if (r["pass"], r["implementation"]) == BEST
+    }
+    assert f"costs {100 * (both['layer_mxfp8'] / both['layer'] - 1):.0f} % of bfloat16's time" in page
