@@ -2,7 +2,8 @@
 
 Functions: `mla` (the layer), `init`, and its ops `rope_tables`, `apply_rope`, `apply_rope_kv`, `rms_norm`,
 `q_up_proj_rope`, `kv_up_proj_rope`, `attention`; MXFP8 tensors: `quantize_mxfp8`, `dequantize`, `rms_norm_quantize`,
-`quantize_params`, `quantize_swizzled`, `swizzle_scales`, `unswizzle_scales`. Flax modules: `jax_mla.linen.MLA`,
+`quantize_params`, `quantize_swizzled`, `swizzle_scales`, `unswizzle_scales`. Generation: `init_cache`, `prefill`,
+`decode` and their `LatentCache`. `qk_clip` for Muon. Flax modules: `jax_mla.linen.MLA`,
 `jax_mla.nnx.MLA` (import them by name: this package itself needs no Flax). Checkpoints: `jax_mla.convert`.
 
 Shapes: B batch, T query length, S key length, M hidden size, H heads, R q_lora_rank, C kv_lora_rank,
@@ -11,7 +12,9 @@ N qk_nope_head_dim, P qk_rope_head_dim, V v_head_dim, D = N + P.
 
 from jax_mla import convert
 from jax_mla.attention import attention
+from jax_mla.clip import qk_clip
 from jax_mla.config import MLAConfig, RopeConfig, YarnScaling
+from jax_mla.decode import LatentCache, decode, init_cache, prefill
 from jax_mla.dequantize import dequantize
 from jax_mla.dispatch import implementations
 from jax_mla.kv_up import kv_up_proj_rope
@@ -32,6 +35,7 @@ from jax_mla.swizzle import swizzle_scales, unswizzle_scales
 __version__ = "0.1.0"
 
 __all__ = [
+    "LatentCache",
     "MLAConfig",
     "MXFP8Tensor",
     "RopeConfig",
@@ -40,13 +44,17 @@ __all__ = [
     "apply_rope_kv",
     "attention",
     "convert",
+    "decode",
     "dequantize",
     "implementations",
     "init",
+    "init_cache",
     "kv_up_proj_rope",
     "logical_axes",
     "mla",
+    "prefill",
     "q_up_proj_rope",
+    "qk_clip",
     "quantize_mxfp8",
     "quantize_params",
     "quantize_swizzled",

@@ -15,8 +15,9 @@ from jax_mla.config import MLAConfig
 from jax_mla.kv_up import kv_up_proj_rope
 from jax_mla.linear import linear
 from jax_mla.mxfp8_bits import BLOCK
+from jax_mla.norm import rms_norm
 from jax_mla.q_up import q_up_proj_rope
-from jax_mla.rope import rope_tables
+from jax_mla.rope import apply_rope, rope_tables
 
 
 def mla(
@@ -28,8 +29,9 @@ def mla(
     segment_ids: jax.Array | None = None,
     recipe: str | None = None,
     remat: str | None = None,
+    return_max_logit: bool = False,
     implementation: dispatch.Choice = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """y = MLA(x): causal self-attention through low-rank latents (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
     params: the flat dict of `init`, floating arrays of any mix of dtypes, or what `quantize_params` makes of it.
@@ -41,11 +43,12 @@ def mla(
     attention (`operands.py`): T and every dim that is contracted are multiples of 32, and so is, where it is known at
     trace time, the first token of every segment; traced segment_ids are the caller's promise.
     remat: what the backward pass keeps: None or "everything" (every residual), "qkv", "latents", "nothing".
+    return_max_logit: also return what `attention` does under that name, for `qk_clip`.
     implementation: of every op; see `implementations()`.
 
-    Returns y [B, T, M] in x's dtype, computed in it; weights are cast to it inside the ops, so a float32 parameter's
-    gradient is never rounded to bfloat16. Checkpoint names: query_wa_proj, mla_q, kv_wa_proj, mla_kv, query_proj,
-    key_proj, value_proj, attention_out, attention_lse, out_proj.
+    Returns y [B, T, M] in x's dtype (then, if asked, max_logit, float32 [H]), computed in it; weights are cast to it
+    inside the ops, so a float32 parameter's gradient is never rounded to bfloat16. Checkpoint names: query_wa_proj,
+    mla_q, kv_wa_proj, mla_kv, query_proj, key_proj, value_proj, attention_out, attention_lse, out_proj.
 
     Raises ValueError or TypeError naming the argument; NotImplementedError if no implementation fits.
     """
@@ -71,34 +74,78 @@ def mla(
             raise checks.found("positions", positions, f"shape [{length}] or [{batch}, {length}]")
     if positions.ndim == 1:
         positions = positions[None]  # the tables are saved once, in the rank that every op wants
-    flow = policies.apply(functools.partial(_flow, config, recipe, implementation), remat)
-    return flow(dict(params), x, positions, segment_ids)
+    return_max_logit = checks.static_bool("return_max_logit", return_max_logit)
+    flow = policies.apply(functools.partial(_flow, config, recipe, implementation, return_max_logit), remat)
+    y, *largest = flow(dict(params), x, positions, segment_ids)
+    return (y, *largest) if return_max_logit else y
 
 
-def _flow(config: MLAConfig, recipe, implementation: dispatch.Choice, p: dict, x, positions, segment_ids):
+def _flow(
+    config: MLAConfig, recipe, implementation: dispatch.Choice, max_logit: bool, p: dict, x, positions, segment_ids
+):
     x = segments.zero_padding(x, segment_ids)
     cos, sin = rope_tables(positions, config.rope, config.qk_rope_head_dim)
-    up = dict(nope_dim=config.qk_nope_head_dim, norm_eps=config.norm_eps, input_layout=config.rope.input_layout)
-    up |= dict(recipe=recipe, out=recipe, implementation=implementation)
-    down = dict(recipe=recipe, implementation=implementation)
     if recipe is not None:  # once, for both down-projections
         x = mxfp8.quantize_mxfp8(x, usage="both", implementation=implementation)
-
-    # Queries: down to the latent, normalise, up to heads, rotate.
-    if config.q_lora_rank is None:
-        q = q_up_proj_rope(x, p["wq"], cos, sin, **up)
-    else:
-        q_latent = checkpoint_name(linear(x, p["wq_a"], p.get("wq_a_bias"), **down), "query_wa_proj")
-        q = q_up_proj_rope(q_latent, p["wq_b"], cos, sin, norm_scale=p["q_norm"], **up)
-
-    # Keys and values: down to the latent and the one rotary key, normalise the latent, up to heads, rotate the key.
-    kv_latent = checkpoint_name(linear(x, p["wkv_a"], p.get("wkv_a_bias"), **down), "kv_wa_proj")
-    c, k_pe = kv_latent[..., : config.kv_lora_rank], kv_latent[..., config.kv_lora_rank :]
-    k, v = kv_up_proj_rope(c, p["wkv_b"], k_pe, cos, sin, norm_scale=p["kv_norm"], **up)
-
-    q, k, v = (operands.named(*pair) for pair in ((q, "query_proj"), (k, "key_proj"), (v, "value_proj")))
-    o = attention(
-        q, k, v, scale=config.softmax_scale, causal=True, segment_ids=segment_ids, implementation=implementation
+    q = queries(p, x, config, cos, sin, recipe, implementation)
+    c, k_pe = _latent(p, x, config, recipe, implementation)
+    k, v = kv_up_proj_rope(
+        c, p["wkv_b"], k_pe, cos, sin, norm_scale=p["kv_norm"], **_up(config, recipe, implementation)
     )
-    y = checkpoint_name(linear(o, p["wo"], p.get("wo_bias"), contract=2, **down), "out_proj")
-    return segments.zero_padding(y, segment_ids)
+    return _attend(p, q, k, v, config, segment_ids, recipe, implementation, max_logit)
+
+
+def queries(p, x, config: MLAConfig, cos, sin, recipe, implementation: dispatch.Choice) -> operands.Operand:
+    """[B, T, H, N + P]: down to the latent, normalise, up to heads, rotate."""
+    up = _up(config, recipe, implementation)
+    if config.q_lora_rank is None:
+        return q_up_proj_rope(x, p["wq"], cos, sin, **up)
+    down = dict(recipe=recipe, implementation=implementation)
+    q_latent = checkpoint_name(linear(x, p["wq_a"], p.get("wq_a_bias"), **down), "query_wa_proj")
+    return q_up_proj_rope(q_latent, p["wq_b"], cos, sin, norm_scale=p["q_norm"], **up)
+
+
+def _latent(p, x, config: MLAConfig, recipe, implementation: dispatch.Choice) -> tuple[jax.Array, jax.Array]:
+    """Down to what is left of keys and values: the latent [B, T, C] before its norm, the rotary key [B, T, P] before
+    its rotation."""
+    down = dict(recipe=recipe, implementation=implementation)
+    kv_latent = checkpoint_name(linear(x, p["wkv_a"], p.get("wkv_a_bias"), **down), "kv_wa_proj")
+    return kv_latent[..., : config.kv_lora_rank], kv_latent[..., config.kv_lora_rank :]
+
+
+def latents(p, x, config: MLAConfig, cos, sin, implementation: dispatch.Choice) -> tuple[jax.Array, jax.Array]:
+    """What generation keeps of a token: the normalised latent [B, T, C], the rotated shared key [B, T, P]."""
+    c, k_pe = _latent(p, x, config, None, implementation)
+    c = rms_norm(c, p["kv_norm"], config.norm_eps, implementation=implementation)
+    layout = dict(input_layout=config.rope.input_layout, implementation=implementation)
+    return c, apply_rope(k_pe[..., None, :], cos, sin, **layout)[..., 0, :]
+
+
+def _attend(p, q, k, v, config: MLAConfig, segment_ids, recipe, implementation: dispatch.Choice, max_logit: bool):
+    """y [B, T, M], and with `max_logit` [H]."""
+    q, k, v = (operands.named(*pair) for pair in ((q, "query_proj"), (k, "key_proj"), (v, "value_proj")))
+    options = dict(scale=config.softmax_scale, causal=True, segment_ids=segment_ids, implementation=implementation)
+    o = attention(q, k, v, return_max_logit=max_logit, **options)
+    o, *largest = o if max_logit else (o,)
+    down = dict(contract=2, recipe=recipe, implementation=implementation)
+    y = checkpoint_name(linear(o, p["wo"], p.get("wo_bias"), **down), "out_proj")
+    return segments.zero_padding(y, segment_ids), *largest
+
+
+def with_latents(p, x, config: MLAConfig, segment_ids, implementation: dispatch.Choice):
+    """`mla`'s y from the start of every row, and `latents`."""
+    x = segments.zero_padding(x, segment_ids)
+    cos, sin = rope_tables(jnp.arange(x.shape[1], dtype=jnp.int32)[None], config.rope, config.qk_rope_head_dim)
+    q = queries(p, x, config, cos, sin, None, implementation)
+    c, k_pe = latents(p, x, config, cos, sin, implementation)
+    # The key is rotated already: by no angle here.
+    still = jnp.ones_like(cos), jnp.zeros_like(sin)
+    up = _up(config, None, implementation) | dict(input_layout="halves")
+    k, v = kv_up_proj_rope(c, p["wkv_b"], k_pe, *still, **up)
+    (y,) = _attend(p, q, k, v, config, segment_ids, None, implementation, False)
+    return y, c, k_pe
+
+
+def _up(config: MLAConfig, recipe, implementation: dispatch.Choice) -> dict:
+    up = dict(nope_dim=config.qk_nope_head_dim, norm_eps=config.norm_eps, input_layout=config.rope.input_layout)
+    return up | dict(recipe=recipe, out=recipe, implementation=implementation)

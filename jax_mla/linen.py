@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jax_mla import layer, params
 from jax_mla.config import MLAConfig
+from jax_mla.decode import LatentCache, decode, prefill
 
 
 class MLA(nn.Module):
@@ -25,11 +26,32 @@ class MLA(nn.Module):
     remat: str | None = None
     implementation: Any = None
 
-    @nn.compact
     def __call__(
-        self, x: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
-    ) -> jax.Array:
-        """x [B, T, M] -> y [B, T, M] in `dtype` (x's where that is None). positions, segment_ids: as `jax_mla.mla`."""
+        self,
+        x: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        return_max_logit: bool = False,
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """x [B, T, M] -> y [B, T, M] in `dtype` (x's where that is None). Otherwise as `jax_mla.mla`."""
+        options = dict(positions=positions, segment_ids=segment_ids, return_max_logit=return_max_logit)
+        return self._run(layer.mla, x, recipe=self.recipe, remat=self.remat, **options)
+
+    def prefill(
+        self, x: jax.Array, cache: LatentCache, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, LatentCache]:
+        """`jax_mla.prefill`: y and the cache. Without the recipe, as all of generation."""
+        return self._run(prefill, x, cache, lengths=lengths)
+
+    def decode(
+        self, x: jax.Array, cache: LatentCache, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, LatentCache]:
+        """`jax_mla.decode`: y and the cache."""
+        return self._run(decode, x, cache, lengths=lengths)
+
+    @nn.compact
+    def _run(self, function, x, *args, **options):
         # The module's own key, before linen folds parameters' names into it: one initialiser serves both Flax APIs. At
         # apply time linen asks initialisers for shapes alone, and hands them a key of its own.
         base = self.scope.rngs["params"].as_jax_rng() if self.is_initializing() else None
@@ -41,13 +63,5 @@ class MLA(nn.Module):
             name: self.param(name, nn.with_logical_partitioning(initializer, spec.axes), name, spec)
             for name, spec in params.specs(self.config).items()
         }
-        return layer.mla(
-            own,
-            x if self.dtype is None else x.astype(self.dtype),
-            self.config,
-            positions=positions,
-            segment_ids=segment_ids,
-            recipe=self.recipe,
-            remat=self.remat,
-            implementation=self.implementation,
-        )
+        x = x if self.dtype is None else x.astype(self.dtype)
+        return function(own, x, self.config, *args, implementation=self.implementation, **options)

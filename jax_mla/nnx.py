@@ -9,6 +9,7 @@ from flax.core.spmd import get_logical_axis_rules
 
 from jax_mla import layer, params
 from jax_mla.config import MLAConfig
+from jax_mla.decode import LatentCache, decode, prefill
 
 
 class MLA(nnx.Module):
@@ -45,16 +46,30 @@ class MLA(nnx.Module):
             setattr(self, name, nnx.Param(values[name], out_sharding=axes, eager_sharding=eager))
 
     def __call__(
-        self, x: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
-    ) -> jax.Array:
-        """x [B, T, M] -> y [B, T, M] in `dtype` (x's where that is None). positions, segment_ids: as `jax_mla.mla`."""
-        return layer.mla(
-            {name: getattr(self, name)[...] for name in self._names},
-            x if self.dtype is None else x.astype(self.dtype),
-            self.config,
-            positions=positions,
-            segment_ids=segment_ids,
-            recipe=self.recipe,
-            remat=self.remat,
-            implementation=self.implementation,
-        )
+        self,
+        x: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        return_max_logit: bool = False,
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """x [B, T, M] -> y [B, T, M] in `dtype` (x's where that is None). Otherwise as `jax_mla.mla`."""
+        options = dict(positions=positions, segment_ids=segment_ids, return_max_logit=return_max_logit)
+        return self._run(layer.mla, x, recipe=self.recipe, remat=self.remat, **options)
+
+    def prefill(
+        self, x: jax.Array, cache: LatentCache, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, LatentCache]:
+        """`jax_mla.prefill`: y and the cache. Without the recipe, as all of generation."""
+        return self._run(prefill, x, cache, lengths=lengths)
+
+    def decode(
+        self, x: jax.Array, cache: LatentCache, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, LatentCache]:
+        """`jax_mla.decode`: y and the cache."""
+        return self._run(decode, x, cache, lengths=lengths)
+
+    def _run(self, function, x, *args, **options):
+        own = {name: getattr(self, name)[...] for name in self._names}
+        x = x if self.dtype is None else x.astype(self.dtype)
+        return function(own, x, self.config, *args, implementation=self.implementation, **options)
