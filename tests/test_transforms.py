@@ -1,5 +1,7 @@
 """Every public op under every transformation a training run puts round it, in one table."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,8 +112,14 @@ def gradients(function, args, seed=1):
     return outputs, pullback(jax.tree.map(lambda o: draw(rng, *o.shape, dtype=o.dtype), outputs))
 
 
-def run(function, args, seed=1):
-    return jax.jit(lambda *a: gradients(function, a, seed))(*args)
+@functools.cache
+def program(function):
+    """Compiled once for all tests of an op in one dtype."""
+    return jax.jit(lambda *a: gradients(function, a))
+
+
+def run(function, args):
+    return program(function)(*args)
 
 
 @pytest.mark.parametrize("name", [name for name in OPS if not name.startswith("mla") and name not in MXFP8])
@@ -130,10 +138,10 @@ def test_vmap_is_a_loop(op):
         return sum(jnp.sum(jnp.where(jnp.isfinite(o), jnp.sin(o), 0.0)) for o in jax.tree.leaves(function(*a)))
 
     step = jax.value_and_grad(loss, argnums=tuple(range(len(shapes))))
+    single = jax.jit(step)
     for axes in ((0,) * len(args), (0,) + (None,) * (len(args) - 1)):
         given = tuple(a if axis == 0 else a[0] for a, axis in zip(args, axes, strict=True))
         found = jax.jit(jax.vmap(step, in_axes=axes))(*given)
-        single = jax.jit(step)
         for i in range(3):
             wanted = single(*(a[i] if axis == 0 else a for a, axis in zip(given, axes, strict=True)))
             assert_close(jax.tree.map(lambda f, i=i: f[i], found), wanted, 3e-5)
@@ -232,7 +240,7 @@ def test_eval_shape_agrees(op):
     function, shapes = op
     args = arrays(shapes)
     shapes = jax.eval_shape(function, *args)
-    found = jax.jit(function)(*args)
+    found, _ = run(function, args)
     assert jax.tree.map(lambda a: (a.shape, a.dtype), shapes) == jax.tree.map(lambda a: (a.shape, a.dtype), found)
 
 
@@ -251,9 +259,13 @@ def test_equal_configs_compile_once():
 
 def test_int64_positions_and_ids(x64):
     params, (x,) = init(jax.random.key(0), CONFIG), arrays([(B, T, 16)])
-    wide = mla(params, x, CONFIG, positions=jnp.arange(T, dtype=jnp.int64), segment_ids=IDS.astype(jnp.int64))
-    narrow = mla(params, x, CONFIG, positions=jnp.arange(T, dtype=jnp.int32), segment_ids=IDS.astype(jnp.int32))
-    assert_same(wide, narrow)
+
+    def layer(dtype):
+        positions, ids = jnp.arange(T, dtype=dtype), IDS.astype(dtype)
+        assert positions.dtype == ids.dtype == dtype
+        return jax.jit(lambda params, x: mla(params, x, CONFIG, positions=positions, segment_ids=ids))(params, x)
+
+    assert_same(layer(jnp.int64), layer(jnp.int32))
 
 
 def test_gradient_through_gradient_free_settings():
