@@ -1,6 +1,8 @@
-"""Traces and lowers every op for CUDA on a machine without a GPU: `python tests/lowering.py 90` prints, as JSON, the
-number of custom calls in each program, which programs loop and which add up over devices. A process of its own: the
-tests of kernels need Triton's interpreter, which is chosen when triton is imported.
+"""Traces and lowers every op for CUDA on a machine without a GPU: `python tests/lowering.py 90` prints, as JSON, in a
+list, the number of custom calls in each program, which programs loop, which add up over devices, and how often cuDNN's
+attention runs forward and backward. A process of its own: the tests of kernels need Triton's interpreter, which is
+chosen when triton is imported. `python tests/lowering.py 90 100/swizzle_scales` prints two of them, one with that
+program alone.
 """
 
 import json
@@ -14,12 +16,14 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jax_mla.ffi import cudnn_attention
 from jax_mla.ffi.triton import TARGETS, compile_for
 
 from jax_mla import (
     MLAConfig,
     apply_rope,
     apply_rope_kv,
+    attention,
     dequantize,
     init,
     kv_up_proj_rope,
@@ -131,20 +135,36 @@ def spread():
     return jax.grad(lambda s, x: jnp.sum(rms_norm(x, s, 1e-6, **ONE).astype(jnp.float32))), [SCALE, x]
 
 
+def checkpointed():
+    """Gradients through cuDNN's attention of what kernels quantise, under a policy that keeps o and lse."""
+    policy = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
+
+    def loss(*arrays):
+        usages = ("rowwise", "rowwise", "columnwise")
+        tensors = [quantize_mxfp8(a, usage=u, token_axis=-3) for a, u in zip(arrays, usages, strict=True)]
+        return jnp.sum(attention(*tensors, implementation="cudnn").astype(jnp.float32))
+
+    return jax.grad(jax.checkpoint(loss, policy=policy), (0, 1, 2)), [X, X, array(B, T, H, 128)]
+
+
 def lowered(function, arguments) -> str:
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def main(capability: int, *names: str) -> None:
+def main(capability: int, *names: str) -> dict:
     programs = {n: (with_gradients(f), a) for n, (f, a) in OPS.items()} | FORWARD
     programs |= {f"vmap {name}": vmapped(name) for name in VMAPPED} | {"spread": spread()}
+    programs["checkpoint"] = checkpointed()
     with compile_for(capability):
         texts = {name: lowered(*p) for name, p in programs.items() if name in names or not names}
-    found = {n: sum(target in TARGETS for target in re.findall(r"custom_call @(\w+)", t)) for n, t in texts.items()}
+    calls = {name: re.findall(r"custom_call @([\w$]+)", text) for name, text in texts.items()}
+    found = {name: sum(target in TARGETS for target in targets) for name, targets in calls.items()}
     loops = [name for name, text in texts.items() if "stablehlo.while" in text]
     sums = [name for name, text in texts.items() if "all_reduce" in text]
-    print(json.dumps(found | {"loops": loops, "sums over devices": sums}))
+    attends = {n: [c.count(target) for target in cudnn_attention.TARGETS] for n, c in calls.items()}
+    attends = {name: counts for name, counts in attends.items() if any(counts)}
+    return found | {"loops": loops, "sums over devices": sums, "attention": attends}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    print(json.dumps([main(int(first), *names) for first, *names in (a.split("/") for a in sys.argv[1:])]))

@@ -15,7 +15,6 @@ from jax_mla.ffi import cudnn_attention
 from jax_mla.ffi.triton import compile_for
 from judge import assert_close, assert_same, draw
 from test_gpu_programs import compiled
-from test_lowering import LOWERING
 
 from jax_mla import attention, attention_cudnn, quantize_mxfp8
 
@@ -278,23 +277,6 @@ def test_both_passes_are_one_call_each():
 
     assert packed(10, 10, 64) == BOTH | {"while": 0}
     assert packed(10, 64) == {name: 2 for name in BOTH} | {"while": 0}, "or a batch of two"
-
-
-def test_mxfp8_and_remat_are_lowered():
-    """Dequantised first, by Triton's kernels; a policy that keeps o and lse runs no forward pass again."""
-    for module in LOWERING:
-        pytest.importorskip(module)
-
-    def quantized(*arrays):
-        usages = ("rowwise", "rowwise", "columnwise")
-        return [quantize_mxfp8(a, usage=u, token_axis=-3) for a, u in zip(arrays, usages, strict=True)]
-
-    def loss(*arrays):
-        return jnp.sum(attention(*quantized(*arrays), **CUDNN).astype(jnp.float32))
-
-    policy = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
-    found = lowered(jax.grad(jax.checkpoint(loss, policy=policy), (0, 1, 2)), *heads())
-    assert {name: found[name] for name in BOTH} == BOTH
 
 
 def test_compiled_for_an_h200_it_copies_nothing(monkeypatch):
