@@ -39,7 +39,7 @@ class Stopped(Exception):
 class Programs:
     """The compiled parts of a run."""
 
-    apply: model.Apply
+    apply: model.Model
     optimizer: optax.GradientTransformation
     train_step: Callable  # params, optimiser state, batch -> params, state, (loss, gradient norm); a batch is
     # windows [B, T + 1], or packing.Rows with --pack

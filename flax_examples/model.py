@@ -1,14 +1,16 @@
 """A decoder-only language model in DeepSeek's shape (RMSNorm, MLA, SwiGLU), once in linen and once in nnx.
 
 Both hold the same parameters by the same names, so everything else here and in train.py works on one nested dict of
-arrays and one pure function, `apply(params, tokens, segment_ids=None) -> logits`.
+arrays and pure functions of it, a `Model`.
 
 Shapes: B batch, T tokens, M hidden size, F ffn_dim; a token is a byte, so logits are [B, T, 256].
 """
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -38,12 +40,12 @@ class LinenBlock(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x, segment_ids):  # [B, T, M], [B, T] int or None -> [B, T, M]
+    def __call__(self, x, attend):  # [B, T, M] -> [B, T, M]; attend(the attention module, its input) -> its output
         M, F = self.config.attention.hidden_size, self.config.ffn_dim
         dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
         norms = {name: self.param(name, nn.initializers.ones, (M,)) for name in ("attention_norm", "ffn_norm")}
         attention = jax_mla.linen.MLA(self.config.attention, dtype=self.dtype, name="attention")
-        x = x + attention(jax_mla.rms_norm(x, norms["attention_norm"], EPS), segment_ids=segment_ids)
+        x = x + attend(attention, jax_mla.rms_norm(x, norms["attention_norm"], EPS))
         h = jax_mla.rms_norm(x, norms["ffn_norm"], EPS)
         return x + dense(M, name="down")(nn.silu(dense(F, name="gate")(h)) * dense(F, name="up")(h))
 
@@ -52,12 +54,19 @@ class LinenLM(nn.Module):
     config: ModelConfig
     dtype: jnp.dtype = jnp.float32  # what the blocks compute in; parameters and logits are float32
 
-    @nn.compact
     def __call__(self, tokens, segment_ids=None):  # [B, T] int, the same or None -> [B, T, 256] float32
+        return self._run(tokens, lambda i, attention, x: attention(x, segment_ids=segment_ids))
+
+    def extend(self, tokens, caches, fresh: bool):  # and a cache a layer -> logits of these tokens, caches with them
+        attend, caches = _with_caches(caches, fresh)
+        return self._run(tokens, attend), caches
+
+    @nn.compact
+    def _run(self, tokens, attend):
         M = self.config.attention.hidden_size
         x = nn.Embed(VOCABULARY, M, embedding_init=nn.initializers.normal(1.0), dtype=self.dtype, name="embed")(tokens)
         for i in range(self.config.layers):
-            x = LinenBlock(self.config, self.dtype, name=f"block_{i}")(x, segment_ids)
+            x = LinenBlock(self.config, self.dtype, name=f"block_{i}")(x, functools.partial(attend, i))
         x = jax_mla.rms_norm(x, self.param("norm", nn.initializers.ones, (M,)), EPS)
         return nn.Dense(VOCABULARY, use_bias=False, dtype=jnp.float32, name="logits")(x)
 
@@ -70,8 +79,8 @@ class NnxBlock(nnx.Module):
         self.attention = jax_mla.nnx.MLA(config.attention, dtype=dtype, rngs=rngs)
         self.gate, self.up, self.down = linear(M, F), linear(M, F), linear(F, M)
 
-    def __call__(self, x, segment_ids):
-        x = x + self.attention(jax_mla.rms_norm(x, self.attention_norm[...], EPS), segment_ids=segment_ids)
+    def __call__(self, x, attend):
+        x = x + attend(self.attention, jax_mla.rms_norm(x, self.attention_norm[...], EPS))
         h = jax_mla.rms_norm(x, self.ffn_norm[...], EPS)
         return x + self.down(nnx.silu(self.gate(h)) * self.up(h))
 
@@ -87,13 +96,50 @@ class NnxLM(nnx.Module):
         self.logits = nnx.Linear(M, VOCABULARY, use_bias=False, dtype=jnp.float32, rngs=rngs)
 
     def __call__(self, tokens, segment_ids=None):
+        return self._run(tokens, lambda i, attention, x: attention(x, segment_ids=segment_ids))
+
+    def extend(self, tokens, caches, fresh: bool):
+        attend, caches = _with_caches(caches, fresh)
+        return self._run(tokens, attend), caches
+
+    def _run(self, tokens, attend):
         x = self.embed(tokens)
         for i in range(self.layers):
-            x = getattr(self, f"block_{i}")(x, segment_ids)
+            x = getattr(self, f"block_{i}")(x, functools.partial(attend, i))
         return self.logits(jax_mla.rms_norm(x, self.norm[...], EPS))
 
 
-Apply = Callable[..., jax.Array]  # params, tokens [B, T], segment_ids [B, T] or None (the default)
+def _with_caches(caches: list[jax_mla.LatentCache], fresh: bool):
+    """What a layer calls to attend, and the list that then has the caches after it: filled anew or extended."""
+    caches = list(caches)
+
+    def attend(i, attention, x):
+        y, caches[i] = (attention.prefill if fresh else attention.decode)(x, caches[i])
+        return y
+
+    return attend, caches
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The model as pure functions of its parameters.
+
+    Called: params, tokens [B, T], segment_ids [B, T] or None (the default) -> logits. extend: params, tokens, caches,
+    fresh -> logits of these tokens, and the caches with them behind what they had, or alone if `fresh`.
+    """
+
+    config: ModelConfig
+    apply: Callable[..., jax.Array]
+    extend: Callable[..., tuple[jax.Array, list[jax_mla.LatentCache]]]
+    dtype: str
+
+    def __call__(self, params, tokens, segment_ids=None) -> jax.Array:
+        return self.apply(params, tokens, segment_ids)
+
+    def caches(self, batch: int, capacity: int) -> list[jax_mla.LatentCache]:
+        """Empty, one a layer."""
+        attention = self.config.attention
+        return [jax_mla.init_cache(attention, batch, capacity, self.dtype) for _ in range(self.config.layers)]
 
 
 def init_params(key: jax.Array, config: ModelConfig) -> dict:
@@ -102,34 +148,38 @@ def init_params(key: jax.Array, config: ModelConfig) -> dict:
 
 
 @functools.cache
-def linen_apply(config: ModelConfig, dtype: str) -> Apply:
+def linen_model(config: ModelConfig, dtype: str) -> Model:
     model = LinenLM(config, jnp.dtype(dtype))
-    return lambda params, tokens, segment_ids=None: model.apply({"params": params}, tokens, segment_ids)
+
+    def run(params, *args, method=None):
+        return model.apply({"params": params}, *args, method=method)
+
+    return Model(config, run, functools.partial(run, method="extend"), dtype)
 
 
 @functools.cache
-def nnx_apply(config: ModelConfig, dtype: str) -> Apply:
+def nnx_model(config: ModelConfig, dtype: str) -> Model:
     # Only the structure is made here, no arrays; `params` fills it at each call (that is: at each trace).
     graph, abstract = nnx.split(nnx.eval_shape(lambda: NnxLM(config, jnp.dtype(dtype), rngs=nnx.Rngs(0))))
 
-    def apply(params, tokens, segment_ids=None):
+    def filled(params) -> NnxLM:
         state = jax.tree.map(lambda leaf: leaf, abstract)
         nnx.replace_by_pure_dict(state, params)
-        return nnx.merge(graph, state)(tokens, segment_ids)
+        return nnx.merge(graph, state)
 
-    return apply
-
-
-MODULES = {"linen": linen_apply, "nnx": nnx_apply}
+    return Model(config, lambda p, *args: filled(p)(*args), lambda p, *args: filled(p).extend(*args), dtype)
 
 
-def losses(apply: Apply, params: dict, windows: jax.Array) -> jax.Array:
+MODULES = {"linen": linen_model, "nnx": nnx_model}
+
+
+def losses(apply: Model, params: dict, windows: jax.Array) -> jax.Array:
     """Nats for each predicted byte of windows [B, T + 1] (all but a window's first, given those before it): [B, T]."""
     logits = apply(params, windows[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
 
 
-def packed_loss(apply: Apply, params: dict, rows: Rows) -> jax.Array:
+def packed_loss(apply: Model, params: dict, rows: Rows) -> jax.Array:
     """Mean nats over all the bytes that the rows predict."""
     logits = apply(params, rows.tokens, rows.segment_ids)
     scored = rows.targets != NOTHING
@@ -138,17 +188,59 @@ def packed_loss(apply: Apply, params: dict, rows: Rows) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _continue(apply: Apply, params: dict, window: jax.Array, count: int, key: jax.Array, temperature: jax.Array):
-    def step(window, key):
-        logits = apply(params, window[None])[0, -1]
+def _continue(model: Model, params: dict, text: jax.Array, count: int, key: jax.Array, temperature: jax.Array):
+    """`count` bytes behind `text` [T], from caches with room for both."""
+    logits, caches = model.extend(params, text[None], model.caches(1, text.size + count), True)
+
+    def step(carry, key):
+        logits, caches = carry
+        byte = jax.random.categorical(key, logits / temperature, axis=-1)
+        logits, caches = model.extend(params, byte[:, None], caches, False)
+        return (logits[:, -1], caches), byte[0]
+
+    return jax.lax.scan(step, (logits[:, -1], caches), jax.random.split(key, count))[1]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _recompute(model: Model, params: dict, text: jax.Array, count: int, key: jax.Array, temperature: jax.Array):
+    """The same without caches: all of the text is read again for every byte."""
+
+    def step(window, n_and_key):
+        n, key = n_and_key
+        logits = jax.lax.dynamic_index_in_dim(model(params, window[None])[0], n - 1, keepdims=False)
         byte = jax.random.categorical(key, logits / temperature)
-        # There is no cache of keys and values yet: the window slides and is read again whole for every byte.
-        return jnp.append(window[1:], byte.astype(window.dtype)), byte
+        return window.at[n].set(byte.astype(window.dtype)), byte
 
-    return jax.lax.scan(step, window, jax.random.split(key, count))[1]
+    window = jnp.pad(text, (0, count))
+    return jax.lax.scan(step, window, (text.size + jnp.arange(count), jax.random.split(key, count)))[1]
 
 
-def generate(apply: Apply, params: dict, window: np.ndarray, count: int, seed: int, temperature: float = 0.8) -> bytes:
-    """Draws `count` bytes to follow `window` ([T] bytes, the length the model was trained on)."""
-    drawn = _continue(apply, params, jnp.asarray(window, jnp.int32), count, jax.random.key(seed), temperature)
-    return bytes(np.asarray(drawn, np.uint8))
+class Sample(NamedTuple):
+    """text: what was drawn; bytes a second, with the caches and reading all again: both without compiling."""
+
+    text: bytes
+    cached: float
+    recomputed: float
+
+
+def generate(model: Model, params: dict, window: np.ndarray, count: int, seed: int, temperature: float = 0.8) -> Sample:
+    """Draws `count` bytes to follow `window` ([T] bytes, the length the model was trained on).
+
+    No byte is further from the start than training went: the last T / 2 bytes are read, as many drawn behind them, and
+    then again. What a byte is drawn from has between T / 2 and T bytes.
+    """
+    half = max(len(window) // 2, 1)
+    text, key, temperature = jnp.asarray(window, jnp.int32)[-half:], jax.random.key(seed), jnp.float32(temperature)
+    drawn = []
+    for i in range(-(-count // half)):
+        text = _continue(model, params, text, half, jax.random.fold_in(key, i), temperature)
+        drawn.append(np.asarray(text, np.uint8))
+
+    def speed(function):
+        arguments = model, params, jnp.asarray(window, jnp.int32)[-half:], half, key, temperature
+        jax.block_until_ready(function(*arguments))
+        began = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        return half / (time.perf_counter() - began)
+
+    return Sample(bytes(np.concatenate(drawn)[:count]), speed(_continue), speed(_recompute))

@@ -48,7 +48,8 @@ def summary(record: dict) -> str:
             *packing,
             f"{record['tokens']:,} tokens, {record['tokens_per_second']:,} a second in training;"
             f" {record['seconds'] / 60:.1f} minutes in all",
-            "\nthe end of a held-out window, and after the mark what the model writes:",
+            "\nthe end of a held-out window, and after the mark what the model writes ({cached:,} bytes a second from"
+            " its caches, {recomputed:,} reading all again for each):".format(**record["sample_bytes_per_second"]),
             f"{sample['prompt'][-160:]}\u2588{sample['text']}\n",
         ]
     )

@@ -147,7 +147,8 @@ def run(asked) -> None:
         "passed_order2_whole": next((e for e in evals if e["bits_per_byte"] < order2_whole), None),
         "evals": evals,
         "loss": history["loss"],  # [step, mean bits per byte of the steps since the entry before]
-        "sample": {"prompt": report.printable(bytes(prompt.astype("uint8"))), "text": report.printable(sample)},
+        "sample": {"prompt": report.printable(bytes(prompt.astype("uint8"))), "text": report.printable(sample.text)},
+        "sample_bytes_per_second": {"cached": round(sample.cached), "recomputed": round(sample.recomputed)},
     }
     print(report.summary(record), flush=True)
     # Last, so that a full disk costs no figure.

@@ -108,10 +108,25 @@ def test_both_modules_compute_the_same(dtype):
 
 def test_no_byte_sees_those_after_it():
     params = model.init_params(jax.random.key(0), TINY.model)
-    apply = jax.jit(model.linen_apply(TINY.model, "float32"))
+    apply = jax.jit(model.linen_model(TINY.model, "float32"))
     before, after = apply(params, TOKENS), apply(params, TOKENS.at[:, 9].add(1) % 256)
     np.testing.assert_array_equal(before[:, :9], after[:, :9])
     assert np.all(np.any(before[:, 9:] != after[:, 9:], axis=-1))
+
+
+@pytest.mark.parametrize("name", model.MODULES)
+def test_generation_from_caches_is_generation_by_reading_all_again(name):
+    """The same bytes, prompt after prompt: a layer's latents say as much as its keys and values."""
+    own, params = model.MODULES[name](TINY.model, "float32"), model.init_params(jax.random.key(0), TINY.model)
+    arguments = own, params, TOKENS[0, :7], 9, jax.random.key(1), jnp.float32(0.8)
+    np.testing.assert_array_equal(model._continue(*arguments), model._recompute(*arguments))
+    sample = model.generate(own, params, np.asarray(TOKENS[0, :8]), 10, seed=3)
+    assert len(sample.text) == 10 and sample.cached > 0 and sample.recomputed > 0
+    assert sample.text == model.generate(own, params, np.asarray(TOKENS[0, :8]), 10, seed=3).text
+    logits, caches = own.extend(params, TOKENS[:, :5], own.caches(len(TOKENS), 16), True)
+    more, caches = own.extend(params, TOKENS[:, 5:8], caches, False)
+    np.testing.assert_allclose(jnp.concatenate([logits, more], axis=1), own(params, TOKENS[:, :8]), rtol=0, atol=2e-5)
+    assert all(cache.lengths.tolist() == [8] * len(TOKENS) for cache in caches)
 
 
 # A whole run ------------------------------------------------------------------------------------------------------
@@ -133,6 +148,7 @@ def test_it_learns_and_leaves_its_record(straight, text):
         path.stat().st_size + 1 for path in text.iterdir()
     )
     assert run["scored"]["heldout_bytes"] == TINY.eval_bytes
+    assert min(run["sample_bytes_per_second"].values()) > 0
     assert len(run["sample"]["text"]) <= 400 and run["tokens_per_second"] > 0 and run["seconds"] > 0
     assert run["versions"]["jax"] == jax.__version__
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
