@@ -9,6 +9,7 @@ import pathlib
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 
 import jax
@@ -53,13 +54,23 @@ class Checkpoints:
             with _one_report():
                 self._manager.save(step, args=args, force=True)
         except (OSError, ValueError, RuntimeError) as error:  # tensorstore reports what the disk said as ValueError
-            for leftover in self.folder.glob(f"{step}.orbax-checkpoint-tmp*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+            self._clean_up(step)
             kept = self.latest()
             raise SaveError(
                 f"the checkpoint of step {step} could not be written to {self.folder}: {_reason(error)};"
                 f" {'there was none before' if kept is None else f'the checkpoint of step {kept} is intact'}"
             ) from error
+
+    def _clean_up(self, step: int) -> None:
+        """Removes what a failed save has left: until there has been nothing for a while, since arrays that were still
+        under way when the first one failed make their folders again."""
+        quiet, deadline = 0, time.monotonic() + 5
+        while quiet < 4 and time.monotonic() < deadline:
+            leftovers = list(self.folder.glob(f"{step}.orbax-checkpoint-tmp*"))
+            for leftover in leftovers:
+                shutil.rmtree(leftover, ignore_errors=True)
+            quiet = 0 if leftovers else quiet + 1
+            time.sleep(0.05)
 
     def read_run(self, step: int) -> dict:
         return self._restore(step, run=ocp.args.JsonRestore()).run

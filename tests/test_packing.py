@@ -1,5 +1,7 @@
 """cu_seqlens: what they mean, that they equal the ids and the list of sequences one by one, and what is refused."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +44,13 @@ def run(q, k, v, c, cu_seqlens):
     return o, lse, *pullback((c, jnp.zeros_like(lse)))
 
 
+@jax.jit
+def one_sequence(q, k, v, c):
+    """Gradients, [T, H, .]."""
+    _, pullback = jax.vjp(lambda *a: attention(*(x[None] for x in a))[0], q, k, v)
+    return pullback(c)
+
+
 def test_packed_tokens_equal_their_sequences_one_by_one():
     """Case 25: forward and backward, with and without empties, and no compile for other lengths."""
     args = qkv(10)
@@ -52,8 +61,8 @@ def test_packed_tokens_equal_their_sequences_one_by_one():
         wanted, lse, _ = reference.attention(*(a[None] for a in args[:3]), segment_ids=ids)
         assert_close(found[:2], (wanted[0], lse[0]))
         for start, end in zip(boundaries[:-1], boundaries[1:], strict=True):
-            alone = jax.vjp(lambda *a: attention(*a)[0], *(a[None, start:end] for a in args[:3]))[1](args[3][start:end])
-            assert_close([g[start:end] for g in found[2:]], [g[0] for g in alone], 1e-5)
+            alone = one_sequence(*(a[start:end] for a in args))
+            assert_close([g[start:end] for g in found[2:]], alone, 1e-5)
         assert all(not np.any(np.asarray(g)[boundaries[-1] :]) for g in (found[0], *found[2:]))
     assert run._cache_size() == before + 1
 
@@ -70,9 +79,11 @@ def test_rows_of_packed_tokens():
     q, k, v, _ = (a.reshape(2, 5, *a.shape[1:]) for a in qkv(10))
     boundaries = np.asarray([[0, 2, 5, 5], [0, 0, 1, 3]])
     ids = segment_ids_from_cu_seqlens(boundaries, 5)
-    found = attention(q, k, v, cu_seqlens=boundaries, return_lse=True, return_max_logit=True)
-    assert_same(found, attention(q, k, v, segment_ids=ids, return_lse=True, return_max_logit=True))
-    o, largest = attention(q[0], k[0], v[0], cu_seqlens=boundaries[0], return_max_logit=True)
+    everything = functools.partial(attention, return_lse=True, return_max_logit=True)
+    found = jax.jit(functools.partial(everything, cu_seqlens=boundaries))(q, k, v)
+    assert_same(found, jax.jit(functools.partial(everything, segment_ids=ids))(q, k, v))
+    row = functools.partial(attention, cu_seqlens=boundaries[0], return_max_logit=True)
+    o, largest = jax.eval_shape(row, q[0], k[0], v[0])
     assert o.shape == (5, 2, 5) and largest.shape == (2,)
 
 
