@@ -129,8 +129,13 @@ def decode(
     latents, keys = layer.latents(params, x, config, cos, sin, implementation)
 
     at = jnp.where(valid & ~full[:, None], positions, cache.capacity)  # what is not kept lies outside, and is dropped
-    rows = jnp.arange(batch)[:, None]
-    write = lambda old, new: old.at[rows, at].set(new.astype(old.dtype), mode="drop")  # noqa: E731
+
+    def write(old, new):
+        def row(old, new, at):
+            return old.at[at].set(new.astype(old.dtype), mode="drop")
+
+        return sharding.local("decode", "b S C, b T C, b T -> b S C", jax.vmap(row), old, new, at)
+
     cache = LatentCache(write(cache.latents, latents), write(cache.keys, keys), ends.astype(jnp.int32))
 
     seen = jnp.arange(cache.capacity) <= positions[..., None]

@@ -1,12 +1,15 @@
 """Generation from a cache of latents against the layer on the whole sequence, and QK-clip."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import checkify
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from judge import assert_close, assert_same, draw
 
 import jax_mla.linen
@@ -227,3 +230,33 @@ def test_qk_clip_leaves_what_it_cannot_mend_and_names_bad_input():
 def test_a_cache_is_a_pytree_of_arrays():
     cache = init_cache(CONFIG, B, S)
     assert len(jax.tree.leaves(cache)) == 3 and isinstance(jax.tree.map(lambda a: a, cache), LatentCache)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, None])
+def test_over_devices(kind):
+    """Batch over two, heads over two devices; None: batch, inside `shard_map`. Nothing is gathered, and what is summed
+    is y over heads."""
+    config = dataclasses.replace(CONFIG, num_heads=4)
+    rng = np.random.default_rng(1)
+    params, x = init(jax.random.key(1), config), draw(rng, 4, 8, config.hidden_size)
+    wanted = mla(params, x, config)[:, 5:7]
+    _, cache = prefill(params, x[:, :5], config, init_cache(config, 4, S, jnp.float32))
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind or AxisType.Auto,) * 2)
+    step = lambda params, cache, x: decode(params, x, config, cache)  # noqa: E731
+    if kind is None:
+        specs = P(), P("data"), P("data")
+        step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P("data"), P("data")))
+    else:
+        heads = {"wq_b": P(None, "model"), "wkv_b": P(None, "model"), "wo": P("model")}
+        params = {n: jax.device_put(v, NamedSharding(mesh, heads.get(n, P()))) for n, v in params.items()}
+        cache, x = jax.device_put((cache, x), NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        program = jax.jit(step).lower(params, cache, x[:, 5:7]).compile()
+        y, cache = program(params, cache, x[:, 5:7])
+    assert_close(y, wanted, 1e-5)
+    text = program.as_text()
+    found = {
+        name: len(re.findall(rf" {name}(?:-start)?\(", text)) for name in ("all-gather", "all-reduce", "all-to-all")
+    }
+    assert found == {"all-gather": 0, "all-reduce": 0 if kind is None else 1, "all-to-all": 0}
+    assert cache.lengths.tolist() == [7] * 4 and cache.latents.sharding.spec[0] == "data"
