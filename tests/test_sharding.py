@@ -4,6 +4,7 @@ Meshes of (2, 4) over batch ("data") and heads ("model"). Dims that do not divid
 """
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import re
@@ -138,27 +139,32 @@ KINDS = ["Auto", "Explicit", "Manual", "Manual, unchecked"]
 OPAQUE = ["apply_rope", "apply_rope_kv", "rms_norm", "q_up_proj_rope, mxfp8", "kv_up_proj_rope, mxfp8"]
 
 
+@functools.cache
+def on_one_device(name):
+    """Arguments, cotangents, and what they give: once for all kinds of mesh."""
+    function, shapes, _, _ = OPS[name]
+    rng, args = np.random.default_rng(1), tuple(arrays(shapes))
+    cotangents = jax.tree.map(lambda s: draw(rng, *s.shape), jax.eval_shape(function, *args))
+    return args, cotangents, step(function)(args, cotangents)
+
+
 CASES = [(name, kind) for name, kind in itertools.product(OPS, KINDS) if "mxfp8" not in name or kind != "Manual"]
 
 
 @pytest.mark.parametrize("name, kind", CASES + [(name, "Auto, opaque") for name in OPAQUE])
 def test_an_op_gives_one_devices_values_and_gradients(name, kind, monkeypatch):
+    function, _, specs, out_specs = OPS[name]
+    args, cotangents, wanted = on_one_device(name)
     if kind == "Auto, opaque":
         opaque(monkeypatch)
-    function, shapes, specs, out_specs = OPS[name]
-    args = arrays(shapes)
-    rng = np.random.default_rng(1)
-    cotangents = jax.tree.map(lambda s: draw(rng, *s.shape), jax.eval_shape(function, *args))
-    wanted = step(function)(tuple(args), cotangents)
-
     devices = mesh("Explicit" if kind == "Explicit" else "Auto")
     if kind.startswith("Manual"):
         function = jax.shard_map(
             function, mesh=devices, in_specs=tuple(specs), out_specs=out_specs, check_vma="unchecked" not in kind
         )
-    sharded = place(devices, tuple(args), tuple(specs))
-    run = step(function)
-    found = run(sharded, place(devices, cotangents, out_specs))
+    given = place(devices, args, tuple(specs)), place(devices, cotangents, out_specs)
+    compiled = step(function).lower(*given).compile()
+    found = compiled(*given)
     assert_close(found, wanted)
     if kind == "Explicit":  # the type says so, and the array is so
         for leaf, spec in zip(jax.tree.leaves(found[0]), jax.tree.leaves(out_specs, is_leaf=_is_spec), strict=True):
@@ -166,8 +172,7 @@ def test_an_op_gives_one_devices_values_and_gradients(name, kind, monkeypatch):
         for leaf, spec in zip(found[1], specs, strict=True):
             assert leaf.sharding.is_equivalent_to(NamedSharding(devices, spec), leaf.ndim)
     # Gradients of what is replicated are summed over devices; no activation is gathered.
-    text = run.lower(sharded, place(devices, cotangents, out_specs)).compile().as_text()
-    assert not re.search(r" all-gather\(| all-to-all\(", text)
+    assert not re.search(r" all-gather\(| all-to-all\(", compiled.as_text())
 
 
 @pytest.mark.parametrize("tokens", [64, 256])
@@ -179,8 +184,9 @@ def test_blocks_that_no_device_has_whole_are_gathered(tokens, monkeypatch):
     wanted = run(x)
     devices = mesh("Auto")
     sharded = place(devices, x, P("data", "model"))
-    assert_same(run(sharded), wanted)
-    gathers = re.search(r" all-gather\(", run.lower(sharded).compile().as_text())
+    compiled = run.lower(sharded).compile()
+    assert_same(compiled(sharded), wanted)
+    gathers = re.search(r" all-gather\(", compiled.as_text())
     assert bool(gathers) == (tokens == 64)
 
 
@@ -190,13 +196,12 @@ def test_vmap_of_what_xla_cannot_look_into(monkeypatch):
     x, tables = arrays([(3, 2, B, T, H, 14)])[0], [jnp.stack([t, 2 * t]) for t in (COS, SIN)]
     function = jax.vmap(lambda x, c, s: apply_rope(x, c, s, rotary_dim=PE), (0, 0, 0))
     function = jax.vmap(function, (0, None, None))
-    wanted = function(x, *tables)
+    wanted = jax.jit(function)(x, *tables)
     devices = mesh("Auto")
     sharded = place(devices, x, P(None, "data", None, None, "model"))
-    run = jax.jit(function)
-    assert_close(run(sharded, *tables), wanted)
-    text = run.lower(sharded, *tables).compile().as_text()
-    assert not re.search(r" all-gather\(| all-to-all\(", text)
+    compiled = jax.jit(function).lower(sharded, *tables).compile()
+    assert_close(compiled(sharded, *tables), wanted)
+    assert not re.search(r" all-gather\(| all-to-all\(", compiled.as_text())
 
 
 def _is_spec(x):
