@@ -109,7 +109,7 @@ class Residuals(NamedTuple):
     project: linear.Residuals
     cos: jax.Array
     sin: jax.Array
-    projected: jax.Array | None  # what RoPE was given, only if a table is differentiated
+    projected: jax.Array | None  # in `input_layout`, only if a table is differentiated
 
 
 def _forward(implementation: str, static: Static, train: bool, x, w, cos, sin, norm_scale, bias):
@@ -123,7 +123,7 @@ def _forward(implementation: str, static: Static, train: bool, x, w, cos, sin, n
 
 def _backward(implementation: str, static: Static, saved: Residuals, dq):
     """Cotangents of x, w, cos, sin, norm_scale, bias."""
-    static = static.using(implementation)
+    given, static = static.rope, static.using(implementation)
     project, cos, sin, projected = saved
     adjoint, summed = static.rope.adjoint(), None
     if static.project.recipe is None:
@@ -137,7 +137,7 @@ def _backward(implementation: str, static: Static, saved: Residuals, dq):
     dx, dw, dscale, dbias = linear.project_backward(static.project, project, dz, summed)
     dcos = dsin = None
     if projected is not None:
-        dcos, dsin = rope.table_cotangents(static.rope, projected, dq, cos, sin)
+        dcos, dsin = rope.table_cotangents(given, projected, dq, cos, sin)
     return dx, dw, dcos, dsin, dscale, dbias
 
 
