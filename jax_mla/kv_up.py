@@ -42,6 +42,8 @@ def kv_up_proj_rope(
     `q_up_proj_rope`. Saved: x, k_pe, rstd float32 [B, S], the parameters and the tables; neither k nor v. Under
     "mxfp8" codes as there (checkpoint name mla_kv).
 
+    implementation: "mosaic" as in `q_up_proj_rope`.
+
     Raises ValueError or TypeError naming the argument; NotImplementedError if no implementation fits.
     """
     checks.choice("recipe", recipe, operands.RECIPES)

@@ -45,6 +45,9 @@ def q_up_proj_rope(
     normalised latent is recomputed (elementwise), q is not needed. Under "mxfp8": the normalised latent's column-wise
     codes (checkpoint name mla_q), w's row-wise ones instead of w, and x only if it was normalised here.
 
+    implementation: "mosaic" and "cudnn" are a kernel for the forward pass; the norm in front of it and the backward
+    pass are then Triton's kernels, where they can run, else XLA's.
+
     Raises ValueError or TypeError naming the argument; NotImplementedError if no implementation fits.
     """
     checks.choice("recipe", recipe, operands.RECIPES)

@@ -19,6 +19,10 @@ def unavailable() -> str | None:
     if found != _HOPPER:
         where = f"jax's default backend {jax.default_backend()}" if found is None else f"{found / 10}"
         return f"needs a Hopper GPU of compute capability 9.0; found {where}"
+    try:
+        import jax_mla.kernels.mosaic_up_proj  # noqa: F401
+    except (ImportError, AttributeError) as error:  # of JAX's, some of it private
+        return f"needs Pallas's Mosaic GPU part, which this jax has not as it was: {error}"
     return None
 
 
@@ -46,10 +50,11 @@ def _kv_sizes(static, w, k_pe) -> dict:
     return dict(nope=nope, rotary=k_pe.shape[-1], value=w.shape[-1] - nope, mxfp8=static.out is not None)
 
 
-def _misfit(x: Operand, w: Operand, **sizes) -> str | None:
+def _misfit(x: Operand, w: Operand, padded: bool = False, **sizes) -> str | None:
+    """padded: that tokens will be, to as many as the kernel wants."""
     reason = unavailable()
     if reason is not None:
-        return reason  # Pallas's GPU part is not even imported
+        return reason  # where that is the machine, Pallas's GPU part is not even imported
     from jax_mla.kernels import mosaic_up_proj as kernels
 
     dtype, x = x.dtype, x if isinstance(x, jax.Array) else x.copy(x.usages[0])[0]
@@ -58,21 +63,36 @@ def _misfit(x: Operand, w: Operand, **sizes) -> str | None:
         return f"found x's last dim sharded over mesh axes {sharding.spec(x)[-1]}, wants it whole on every device"
     if sizes["mxfp8"] and tokens[-1] % mxfp8.bits.BLOCK:
         return f"found {tokens[-1]} tokens in a row, wants whole blocks of {mxfp8.bits.BLOCK}"
-    return kernels.supports(tokens=math.prod(tokens), rank=rank, dtype=dtype, **sizes)
+    if not w.shape[-2]:
+        return "found no heads"
+    count = math.prod(tokens)
+    return kernels.supports(tokens=count + (_missing(count, sizes) if padded else 0), rank=rank, dtype=dtype, **sizes)
+
+
+def _missing(tokens: int, sizes: dict) -> int:
+    return 0 if sizes["mxfp8"] else -tokens % 8
 
 
 def _on_shards(op: str, sizes: dict, kinds: tuple[str, ...], function: Callable) -> Callable:
-    """function(x [T, R], w [R, H, D], *arrays) for what `sharding.local` gives, also under vmap. Under an Auto mesh
-    what a device has is known no sooner."""
+    """function(rows, x [..., R], w [R, H, D], *arrays) for what `sharding.local` gives, also under vmap.
+
+    rows: flattens an array [..., K], and pads it to tokens that the kernel takes: under an Auto mesh what a device has
+    is known no sooner, when it is too late for another implementation."""
 
     @launches.batched("data", "weight", *kinds)
     def run(x, w, *arrays):
-        reason = _misfit(x, w, **sizes)
+        reason = _misfit(x, w, padded=True, **sizes)
         if reason is not None:
             raise NotImplementedError(f"{op}: 'mosaic': {reason}, on each device")
         # Inside `shard_map` what a kernel writes differs between devices as what it reads.
         axes = tuple(sorted(frozenset().union(*map(sharding.varying, (x, w, *arrays)))))
-        outputs = function(x, w.reshape(w.shape[-3:]), *arrays)
+        missing = _missing(math.prod(x.shape[:-1]), sizes)
+
+        def rows(array):
+            flat = launches.flat(array, 1)
+            return jnp.pad(flat, ((0, missing), (0, 0))) if missing else flat
+
+        outputs = function(rows, x, w.reshape(w.shape[-3:]), *arrays)
         return jax.tree.map(lambda o: jax.lax.pcast(o, axes, to="varying") if axes else o, outputs)
 
     return run
@@ -98,16 +118,16 @@ def q_forward(parts: str, static, train: bool, x, w, cos, sin, norm_scale, bias)
     """q, and what `linear.project_backward` needs (None unless `train`)."""
     op, sizes, quantization = "q_up_proj_rope", _q_sizes(static, w), _quantization(parts, x.dtype)
 
-    def kernel(x, w, cos, sin, bias=None):
+    def kernel(rows, x, w, cos, sin, bias=None):
         from jax_mla.kernels import mosaic_up_proj as kernels
 
         shape = (*x.shape[:-1], *w.shape[1:])
-        tables = (jnp.broadcast_to(t, (*x.shape[:-1], t.shape[-1])).reshape(-1, t.shape[-1]) for t in (cos, sin))
+        tables = (rows(jnp.broadcast_to(t, (*x.shape[:-1], t.shape[-1]))) for t in (cos, sin))
         bias = None if bias is None else bias.reshape(bias.shape[-2:])
         given = dict(heads=w.shape[1], **{n: sizes[n] for n in ("nope", "rotary", "pairs")})
         if static.out is None:
-            return kernels.q_up(launches.flat(x, 1), w, *tables, bias, **given).reshape(shape)
-        return quantization.unflatten(kernels.q_up_mxfp8(launches.flat(x, 1), w, *tables, bias, **given), shape)
+            return kernels.q_up(rows(x), w, *tables, bias, **given)[: math.prod(shape[:-2])].reshape(shape)
+        return quantization.unflatten(kernels.q_up_mxfp8(rows(x), w, *tables, bias, **given), shape)
 
     x, w, saved = _prepared(parts, static, train, x, w, norm_scale, bias)
     biases = () if bias is None else (bias,)
@@ -127,16 +147,15 @@ def kv_forward(parts: str, static, train: bool, x, w, k_pe, cos, sin, norm_scale
     op, sizes, quantization = "kv_up_proj_rope", _kv_sizes(static, w, k_pe), _quantization(parts, x.dtype)
     nope, value = sizes["nope"], sizes["value"]
 
-    def kernel(x, w, *shared):
+    def kernel(rows, x, w, *shared):
         from jax_mla.kernels import mosaic_up_proj as kernels
 
         given = dict(heads=w.shape[1], nope=nope, value=value)
         shapes = [(*x.shape[:-1], w.shape[1], n) for n in (nope + shared[0].shape[-1], value)]
-        shared = [launches.flat(a, 1) for a in shared]
         if static.out is None:
-            found = kernels.kv_up(launches.flat(x, 1), w, *shared, **given)
-            return tuple(a.reshape(s) for a, s in zip(found, shapes, strict=True))
-        found = kernels.kv_up_mxfp8(launches.flat(x, 1), w, shared, **given)
+            found = kernels.kv_up(rows(x), w, rows(*shared), **given)
+            return tuple(a[: math.prod(s[:-2])].reshape(s) for a, s in zip(found, shapes, strict=True))
+        found = kernels.kv_up_mxfp8(rows(x), w, [launches.flat(a, 1) for a in shared], **given)
         return tuple(a for copies, s in zip(found, shapes, strict=True) for a in quantization.unflatten(copies, s))
 
     x, w, saved = _prepared(parts, static, train, x, w, norm_scale, bias)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .mosaic_heads import ROWS
 
 SHARED_MEMORY = 232_448 - 1_024  # bytes of a Hopper block, less what barriers take
-ACCUMULATORS = 128 * 192  # float32 that a warpgroup can hold and still finish a head without spilling
+ACCUMULATORS = 128 * 192  # float32 that a warpgroup can hold and still finish a head of 128 + 64 without spilling
 
 WGMMA = plgpu.Layout.WGMMA
 _INDEX = (...,) if "idx" in inspect.signature(plgpu.load).parameters else ()  # of jax 0.10
@@ -54,7 +54,9 @@ def project(x, w, inputs, outputs, staging, finish: Callable, heads, width, tile
     lanes = common_columns(depth, width)
     step = min(tiles.depth, lanes)
     steps, turns = depth // step, 1 if tiles.alternate else consumers
-    stages = _stages(tiles, step, width, staging)
+    slots = stages(tiles, depth, width, staging)
+    if slots < 2:
+        raise ValueError(f"{name}: found shared memory for {slots} tiles of {width} columns, wanted two")
     token_tiles = pl.cdiv(tokens, tiles.block_rows * tiles.cluster)
     total = token_tiles * heads
     clusters = min(tiles.blocks // tiles.cluster, total)
@@ -81,11 +83,11 @@ def project(x, w, inputs, outputs, staging, finish: Callable, heads, width, tile
             # One loop over all tiles' steps: a loop over one tile's would be unrolled, out of registers.
             @pl.loop(0, count * steps)
             def _step(n):
-                i, slot = lax.div(n, steps), lax.rem(n, stages)
+                i, slot = lax.div(n, steps), lax.rem(n, slots)
                 row, head = tile(i)
                 inner, barrier = pl.ds(lax.rem(n, steps) * step, step), ready(i, slot)
 
-                @pl.when(n >= stages)
+                @pl.when(n >= slots)
                 def _wait():
                     plgpu.barrier_wait(empty.at[slot])
 
@@ -94,9 +96,9 @@ def project(x, w, inputs, outputs, staging, finish: Callable, heads, width, tile
                 plgpu.copy_gmem_to_smem(columns, w_ring.at[slot], barrier, collective_axes=shared)
 
             # No block may leave while its neighbours still tell it that a slot is free.
-            @pl.loop(jnp.maximum(count * steps - stages, 0), count * steps)
+            @pl.loop(jnp.maximum(count * steps - slots, 0), count * steps)
             def _drain(n):
-                plgpu.barrier_wait(empty.at[lax.rem(n, stages)])
+                plgpu.barrier_wait(empty.at[lax.rem(n, slots)])
 
         @pl.when(wg < consumers)
         def _multiply_tiles():
@@ -111,17 +113,17 @@ def project(x, w, inputs, outputs, staging, finish: Callable, heads, width, tile
                 def product(acc):
                     @pl.loop(0, steps)
                     def _step(k):
-                        slot = lax.rem(i * steps + k, stages)
+                        slot = lax.rem(i * steps + k, slots)
                         plgpu.barrier_wait(ready(i, slot))
                         plgpu.wgmma(acc, x_ring.at[slot, own], w_ring.at[slot])
                         plgpu.wgmma_wait(1)
 
                         @pl.when(k > 0)
                         def _free():
-                            plgpu.barrier_arrive(empty.at[lax.rem(i * steps + k - 1, stages)])
+                            plgpu.barrier_arrive(empty.at[lax.rem(i * steps + k - 1, slots)])
 
                     y = acc[...]
-                    plgpu.barrier_arrive(empty.at[lax.rem(i * steps + steps - 1, stages)])
+                    plgpu.barrier_arrive(empty.at[lax.rem(i * steps + steps - 1, slots)])
                     return y
 
                 y = pl.run_scoped(product, plgpu.ACC((tiles.rows, width), jnp.float32))
@@ -130,15 +132,15 @@ def project(x, w, inputs, outputs, staging, finish: Callable, heads, width, tile
 
             plgpu.wait_smem_to_gmem(0)
 
-    empty = dict(num_arrivals=turns, num_barriers=stages)
+    empty = dict(num_arrivals=turns, num_barriers=slots)
     kernel = plgpu.kernel(
         body,
         out_type=outputs,
         scratch_types=[
-            _swizzled((stages, tiles.block_rows, step), lanes),
-            _swizzled((stages, step, width), lanes),
+            _swizzled((slots, tiles.block_rows, step), lanes),
+            _swizzled((slots, step, width), lanes),
             staging,
-            plgpu.Barrier(num_arrivals=2, num_barriers=(consumers if tiles.alternate else 1, stages)),
+            plgpu.Barrier(num_arrivals=2, num_barriers=(consumers if tiles.alternate else 1, slots)),
             plgpu.ClusterBarrier(collective_axes=("cluster",), **empty) if shared else plgpu.Barrier(**empty),
         ],
         grid=(clusters,),
@@ -187,8 +189,9 @@ def common_columns(*dims: int) -> int:
     return math.gcd(64, *dims)
 
 
-def _stages(tiles: Tiles, step: int, width: int, staging) -> int:
-    """Of the ring: what is asked for, if it fits."""
+def stages(tiles: Tiles, depth: int, width: int, staging) -> int:
+    """Of the ring: what is asked for, or as many as fit. It takes two: a tile is free when the next is multiplied."""
+    step = min(tiles.depth, common_columns(depth, width))
     left = SHARED_MEMORY - sum(2 * math.prod(buffer.shape) for buffer in staging)
     return min(tiles.stages, left // (2 * step * (tiles.block_rows + width)))
 

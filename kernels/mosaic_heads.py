@@ -193,14 +193,30 @@ def _by_row(y: np.ndarray) -> np.ndarray:
     return y.swapaxes(1, 2).reshape(4, -1)
 
 
-def quantize_query(t, y: np.ndarray, tables, refs, tokens: int, heads: int, nope: int, row, head, pairs: bool) -> None:
-    """RoPE, then MXFP8, of a tile's head y [2, (nope + P) / 8, 2, 2], its rows `grouped`."""
+def quantize_query(
+    t, y: np.ndarray, tables, refs, tokens: int, heads: int, nope: int, row, head, pairs: bool, bias=None
+) -> None:
+    """RoPE, then MXFP8, of a tile's head y [2, (nope + P) / 8, 2, 2], its rows `grouped`. bias: float32 [H (N + P)], or
+    None; added here, a block at a time, since all of it at once would cost registers."""
     width = 8 * y.shape[1]
     half, encoder = (width - nope) // 2, Encoder(t, refs, tokens, heads * width, row, head * width)
     values = _by_row(y)
+
+    def columns(first: int, count: int) -> np.ndarray:
+        part = values[:, first // 4 : (first + count) // 4]
+        if bias is None:
+            return part
+        at = (t.long(head) * width + t.long(encoder.quarter * 2) + first) * 4
+        added = [t.float(word) for g in range(count // 8) for word in t.load(bias, at + 32 * g, 2)]
+        result = np.empty(part.shape, object)
+        for i, j in np.ndindex(part.shape):
+            result[i, j] = part[i, j] + added[j]
+        return result
+
     for column in range(0, nope, BLOCK):
-        encoder.block(values[:, column // 4 : (column + BLOCK) // 4], column, False)
-    rows = [rotate(t, v[nope // 4 :].reshape(-1, 2), tables, encoder.own + 8 * i, pairs) for i, v in enumerate(values)]
+        encoder.block(columns(column, BLOCK), column, False)
+    rotary = columns(nope, 2 * half)
+    rows = [rotate(t, v.reshape(-1, 2), tables, encoder.own + 8 * i, pairs) for i, v in enumerate(rotary)]
     for side in range(2):
         for column in range(0, half, BLOCK):
             block = np.empty((4, BLOCK // 4), object)

@@ -99,10 +99,10 @@ def q_up_mxfp8(
 
     def finish(y, row, head, wg, inputs, outputs, staging):
         def quantize(t, arrays, refs, scalars):
-            sizes = dict(tokens=tokens, heads=heads, nope=nope, pairs=pairs)
-            mosaic_heads.quantize_query(t, *arrays, refs[0], refs[1:], row=scalars[0], head=scalars[1], **sizes)
+            sizes = dict(tokens=tokens, heads=heads, nope=nope, pairs=pairs, bias=refs[5] if len(refs) > 5 else None)
+            mosaic_heads.quantize_query(t, *arrays, refs[0], refs[1:5], row=scalars[0], head=scalars[1], **sizes)
 
-        inline(quantize, [_plus(y, inputs[1:], head * width)], [inputs[0], *outputs], [row, head])
+        inline(quantize, [y], [inputs[0], *outputs, *inputs[1:]], [row, head])
 
     outputs, x = _copies(tokens, heads * width), _grouped(x, tiles)
     return _ordered(gemm.project(x, w, inputs, outputs, [], finish, heads, width, tiles, None, "q_up_mxfp8"))
@@ -126,9 +126,7 @@ def kv_up(
     """
     tokens, rotary = k_pe.shape
     width, key = nope + value, nope + rotary
-    inputs = (gemm.padded(k_pe, tiles),)
-    staging = [gemm.staging_for(n, gemm.common_columns(n, nope, key)) for n in (nope, rotary)]
-    staging.append(gemm.staging_for(value, gemm.common_columns(value)))
+    inputs, staging = (gemm.padded(k_pe, tiles),), _kv_staging(nope, rotary, value)
 
     def finish(y, row, head, wg, inputs, outputs, staging):
         (shared,), (k, v) = inputs, outputs
@@ -141,6 +139,11 @@ def kv_up(
     outputs = [jax.ShapeDtypeStruct((tokens, heads * n), x.dtype) for n in (key, value)]
     k, v = gemm.project(x, w, inputs, outputs, staging, finish, heads, width, tiles, interpret, "kv_up")
     return k.reshape(tokens, heads, key), v.reshape(tokens, heads, value)
+
+
+def _kv_staging(nope: int, rotary: int, value: int) -> list:
+    keys = [gemm.staging_for(n, gemm.common_columns(n, nope, nope + rotary)) for n in (nope, rotary)]
+    return [*keys, gemm.staging_for(value, gemm.common_columns(value))]
 
 
 def kv_up_mxfp8(
@@ -214,6 +217,8 @@ def supports(
     limit = min(256, ACCUMULATORS // tiles.rows)
     if width % 32 or width > limit:
         return f"found {width} columns a head, wants a multiple of 32 up to {limit}"
+    if not query and not mxfp8 and gemm.stages(tiles, rank, width, _kv_staging(nope, rotary, value)) < 2:
+        return f"found {rotary} rotary columns, wants fewer: they leave no shared memory for two tiles"
     return None
 
 

@@ -38,11 +38,14 @@ def main(*names: str) -> None:
 
         tables = [array(T, P // 2, dtype=jnp.float32)] * 2
         q, kv = [array(T, 1536), array(1536, H, 192), *tables], [array(T, 512), array(512, H, 256)]
+        bias = array(H, 192, dtype=jnp.float32)
         copies = [array(*shape, dtype=jnp.uint8) for shape in ((T, P), (T, P // 32), (T, P), (T // 32, P))]
         programs = {
             "q": (q_up, q, dict(nope=128, rotary=P)),
             "q, pairs": (q_up, q, dict(nope=128, rotary=P, pairs=True)),
             "q, mxfp8": (q_up_mxfp8, q, dict(nope=128, rotary=P, pairs=True)),
+            "q, pairs, bias": (q_up, [*q, bias], dict(nope=128, rotary=P, pairs=True)),
+            "q, mxfp8, bias": (q_up_mxfp8, [*q, bias], dict(nope=128, rotary=P, pairs=True)),
             "kv": (kv_up, [*kv, array(T, P)], dict(nope=128, value=128)),
             "kv, mxfp8": (kv_up_mxfp8, [*kv, copies], dict(nope=128, value=128)),
         }

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import os
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import judge
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import NamedSharding, PartitionSpec
 from jax_mla.ffi import triton
 from jax_mla.ffi.triton import compile_for
 from jax_mla.kernels import mosaic_up_proj
@@ -19,7 +21,17 @@ from judge import draw
 from test_gpu_programs import pjrt
 from test_lowering import script
 
-from jax_mla import MXFP8Tensor, RopeConfig, dequantize, kv_up_proj_rope, launches, mxfp8, q_up_proj_rope, rope_tables
+from jax_mla import (
+    MXFP8Tensor,
+    RopeConfig,
+    dequantize,
+    implementations,
+    kv_up_proj_rope,
+    launches,
+    mxfp8,
+    q_up_proj_rope,
+    rope_tables,
+)
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 Q, KV = dict(nope=128, rotary=64), dict(nope=128, value=128)
@@ -136,6 +148,9 @@ def check_kv(tokens, rank, heads, nope=128, value=128, rotary=64, interpret=None
         (dict(mxfp8=True, value=128), None),
         (dict(mxfp8=True, value=96), "128 columns of a key and 96 of a value"),
         (dict(mxfp8=True, value=224, nope=224), "224 columns a head, wants a multiple of 32 up to 192"),
+        (dict(rank=512, value=128, rotary=256), None),
+        (dict(rank=512, value=128, rotary=272), "272 rotary columns, wants fewer"),
+        (dict(rank=96, value=128, rotary=512), "512 rotary columns, wants fewer"),
     ],
 )
 def test_what_is_refused(change, reason):
@@ -172,7 +187,8 @@ def test_compiled_for_hopper(monkeypatch):
     registers."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([pjrt(), os.environ.get("PYTHONPATH", "")]))
     found = script("mosaic_programs.py", needs=("triton", "jax_triton", "jax_cuda13_plugin"))
-    columns = {"q": 192, "q, pairs": 192, "q, mxfp8": 192, "kv": 256, "kv, mxfp8": 128}
+    columns = dict.fromkeys(("q", "q, pairs", "q, pairs, bias", "q, mxfp8", "q, mxfp8, bias"), 192)
+    columns |= {"kv": 256, "kv, mxfp8": 128}
     assert set(found) == set(columns)
     for name, kernel in found.items():
         assert kernel["target"] == "sm_90a", name
@@ -292,6 +308,37 @@ def pulled(run, name, args):
     return outputs, pullback(jax.tree.map(lambda o: draw(rng, *o.shape, dtype=o.dtype), outputs))
 
 
+def test_shards_that_do_not_fit_are_padded(monkeypatch):
+    """Under an Auto mesh a device's share is known when nothing else can be chosen any more."""
+    stand_ins(monkeypatch)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def put(array, *names):
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*names)))
+
+    for op in (q_up_proj_rope, kv_up_proj_rope):
+        rng, columns = np.random.default_rng(2), 192 if op is q_up_proj_rope else 256
+        # 40 tokens, 20 a device
+        x, w, k_pe = draw(rng, 2, 20, R, dtype=BF16), draw(rng, R, 4, columns, dtype=BF16) / 8, draw(rng, 2, 20, 64)
+        between = [] if op is q_up_proj_rope else [k_pe.astype(BF16)]
+
+        def run(name, x, w, *between, op=op):
+            return op(x, w, *between, COS[:20], SIN[:20], nope_dim=128, implementation=name)
+
+        spread = put(x, "data"), put(w, None, "model"), *(put(a, "data") for a in between)
+        found = jax.jit(functools.partial(run, "mosaic"))(*spread)
+        judge.assert_close(found, jax.jit(functools.partial(run, "xla"))(x, w, *between))
+        assert {a.sharding.spec[0] for a in jax.tree.leaves(found)} == {"data"}
+
+
+def test_what_jax_lacks_is_a_reason(monkeypatch):
+    monkeypatch.setattr(triton, "compute_capability", lambda: 90)
+    monkeypatch.setitem(sys.modules, "jax_mla.kernels.mosaic_up_proj", None)
+    assert "needs Pallas's Mosaic GPU part" in implementations()["q_up_proj_rope"]["mosaic"]
+    run, args = op_case(q_up_proj_rope)
+    assert run(None, *args).shape == (B, T, H, 192)
+
+
 def test_the_ops_refuse(monkeypatch):
     run, (x, w, k_pe, *extras) = op_case(q_up_proj_rope)
     with pytest.raises(NotImplementedError, match="q_up_proj_rope: .*'mosaic': needs a Hopper GPU.*backend cpu"):
@@ -302,6 +349,9 @@ def test_the_ops_refuse(monkeypatch):
     up = dict(nope_dim=128, implementation="mosaic")
     with pytest.raises(NotImplementedError, match="'mosaic': found output_layout='pairs', wants 'halves'"):
         q_up_proj_rope(x, w, COS, SIN, output_layout="pairs", **up)
+    with pytest.raises(NotImplementedError, match="'mosaic': found no heads"):
+        q_up_proj_rope(x, w[:, :0], COS, SIN, **up)
+    assert q_up_proj_rope(x, w[:, :0], COS, SIN, nope_dim=128).shape == (B, T, 0, 192)
     run, (x, w, k_pe, *extras) = op_case(kv_up_proj_rope)
     with pytest.raises(NotImplementedError, match="kv_up_proj_rope: .*'mosaic': found a bias"):
         run("mosaic", x, w, k_pe, *extras)

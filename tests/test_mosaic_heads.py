@@ -56,19 +56,21 @@ def same(found, correct):
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-@pytest.mark.parametrize("pairs", [True, False])
+@pytest.mark.parametrize("pairs, biased", [(True, False), (False, False), (True, True), (False, True)])
 @pytest.mark.parametrize("nope, rotary, heads", [(128, 64, 3), (32, 64, 2), (64, 128, 1)])
-def test_queries_to_mxfp8(pairs, nope, rotary, heads):
+def test_queries_to_mxfp8(pairs, biased, nope, rotary, heads):
     rng, tokens, width = np.random.default_rng(0), 160, nope + rotary
     cos, sin = rng.standard_normal((2, 256, rotary // 2)).astype(np.float32)
     tables = np.array(mosaic_heads.table(jnp.asarray(cos), jnp.asarray(sin), pairs))
     out, correct, t = outputs(tokens, heads * width), [], emulated_threads.Threads()
+    bias = rng.standard_normal((heads, width)).astype(np.float32) if biased else None
     for head in range(heads):
         x = drawn(rng, tokens, width)
-        correct.append(wanted(rotated(x, nope, cos[:tokens], sin[:tokens], pairs)))
+        y = x if bias is None else x + bias[head]
+        correct.append(wanted(rotated(y, nope, cos[:tokens], sin[:tokens], pairs)))
         for row in (0, 128):
             y = accumulators(grouped(x, row))
-            sizes = dict(tokens=tokens, heads=heads, nope=nope, pairs=pairs)
+            sizes = dict(tokens=tokens, heads=heads, nope=nope, pairs=pairs, bias=bias)
             mosaic_heads.quantize_query(t, y, tables, out, row=t.constant(row), head=t.constant(head), **sizes)
     assert all(t.stored[id(o)].all() for o in out)
     same(out, [np.concatenate(parts, axis=1) for parts in zip(*correct, strict=True)])
