@@ -85,34 +85,24 @@ class Static:
         return tuple(str(self.products) if usage in self.reads else None for usage in COPIES)
 
     def unflatten(self, arrays, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
-        """What a launch gives, flat and as bytes, as codes and scales of a tensor of that shape, or as the values of
-        what is read."""
+        """What a launch gives, flat and as bytes, as codes and scales of each usage of a tensor of that shape; values
+        in place of codes of what is read. (There nobody wants the scales; but a mesh may spread the tensor only where
+        it may spread them: by whole blocks.)"""
         arrays = [a.reshape(s) for a, s in zip(arrays, self.shapes(shape), strict=True)]
         result = ()
         for usage, codes, scales in zip(self.usages, arrays[::2], arrays[1::2], strict=True):
-            result += (codes,) if usage in self.reads else (jax.lax.bitcast_convert_type(codes, bits.CODES), scales)
+            result += (codes if usage in self.reads else jax.lax.bitcast_convert_type(codes, bits.CODES), scales)
         return result
-
-    @property
-    def arrays(self) -> int:
-        """How many `unflatten` gives."""
-        return sum(1 if usage in self.reads else 2 for usage in self.usages)
 
     def tensor(self, *arrays: jax.Array) -> "MXFP8Tensor | Rounded":
         """What `unflatten` gives as a tensor with its proxy; with copies that are read beside one without."""
-        found, arrays = dict.fromkeys(COPIES, (None, None)), iter(arrays)
-        values = dict.fromkeys(COPIES)
-        for usage in self.usages:
-            if usage in self.reads:
-                values[usage] = next(arrays)
-            else:
-                found[usage] = next(arrays), next(arrays)
-        pairs = (*found["rowwise"], *found["columnwise"])
-        codes = next((a for a in pairs[::2] if a is not None), None)
+        found = dict(zip(self.usages, zip(arrays[::2], arrays[1::2], strict=True), strict=True))
+        kept = {usage: pair for usage, pair in found.items() if usage not in self.reads}
+        pairs = [array for usage in COPIES for array in kept.get(usage, (None, None))]
         if not self.reads:
-            return MXFP8Tensor(*pairs, self.dtype, self.token_axis, make_proxy(codes, self.dtype))
-        kept = None if codes is None else MXFP8Tensor(*pairs, self.dtype, self.token_axis)
-        return Rounded(values["rowwise"], values["columnwise"], kept)
+            return MXFP8Tensor(*pairs, self.dtype, self.token_axis, make_proxy(arrays[0], self.dtype))
+        values = (found[usage][0] if usage in self.reads else None for usage in COPIES)
+        return Rounded(*values, MXFP8Tensor(*pairs, self.dtype, self.token_axis) if kept else None)
 
 
 class Rounded(NamedTuple):
@@ -146,7 +136,7 @@ def _xla_quantize(static: Static, x: jax.Array) -> tuple[jax.Array, ...]:
         axis = static.axis(usage)
         scales = bits.block_scales(values, axis, static.rounding)
         codes = bits.encode(values, scales, axis)
-        arrays += (bits.decode(codes, scales, axis, static.products),) if usage in static.reads else (codes, scales)
+        arrays += (bits.decode(codes, scales, axis, static.products) if usage in static.reads else codes, scales)
     return arrays
 
 
@@ -181,7 +171,7 @@ def raw_quantize(static: Static, x: jax.Array) -> MXFP8Tensor | Rounded:
     """For the forward rules of ops that quantise what they compute: x may be wider than `static.dtype`."""
     chosen = dispatch.choose("quantize_mxfp8", IMPLEMENTATIONS, static.implementation, static, x)
     dims = " ".join(f"t{i}" for i in range(x.ndim))
-    rule = f"{dims} -> " + ", ".join([dims] * static.arrays)  # whole blocks a device: see `blocked_axis`
+    rule = f"{dims} -> " + ", ".join([dims] * 2 * len(static.usages))  # whole blocks a device: see `blocked_axis`
     forward = once_differentiable("quantize_mxfp8", functools.partial(chosen.forward, static))
     return static.tensor(*sharding.local("quantize_mxfp8", rule, forward, x, opaque=chosen.opaque))
 

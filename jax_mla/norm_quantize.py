@@ -102,7 +102,7 @@ def _choose(static: Static, *args) -> dispatch.Implementation:
 def raw_forward(static: Static, x: jax.Array, scale: jax.Array) -> tuple[MXFP8Tensor | mxfp8.Rounded, jax.Array]:
     """The tensor, rstd [...]."""
     rows = " ".join(f"t{i}" for i in range(x.ndim - 1))
-    copies = ", ".join([f"{rows} K"] * static.quantize.arrays)
+    copies = ", ".join([f"{rows} K"] * 2 * len(static.quantize.usages))
     chosen = _choose(static, x, scale)
     forward = once_differentiable("rms_norm_quantize", functools.partial(chosen.forward, static))
     rule = f"{rows} K, K -> {copies}, {rows}"

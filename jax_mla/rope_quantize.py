@@ -21,7 +21,7 @@ def raw(
     if static.implementation != "triton" or _unsupported(static, x) is not None:
         return mxfp8.raw_quantize(quantization, rope.raw(static, rope.wide(x), cos, sin))
     tokens = " ".join(f"t{i}" for i in range(x.ndim - 2))
-    copies = ", ".join([f"{tokens} h D"] * quantization.arrays)
+    copies = ", ".join([f"{tokens} h D"] * 4)
     rule = f"{tokens} h D, {tokens} P, {tokens} P -> {copies}"
     forward = once_differentiable("q_up_proj_rope", functools.partial(_triton, static, quantization))
     arrays = sharding.local("rope_quantize", rule, forward, x, cos, sin, opaque=True)

@@ -1,10 +1,14 @@
 """Faults found by people who set out to break MXFP8, packing and conversion: each stays found."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from judge import assert_close, assert_same, draw
 
 from jax_mla import (
@@ -16,6 +20,8 @@ from jax_mla import (
     init,
     kv_up_proj_rope,
     mla,
+    mxfp8,
+    operands,
     quantize_mxfp8,
     quantize_params,
     rms_norm_quantize,
@@ -169,3 +175,17 @@ def _fp8(dtype):
 
     codes = HF["o_proj.weight"].astype(ml_dtypes.float8_e4m3fn)
     return HF | {"o_proj.weight": codes, "o_proj.weight_scale_inv": np.ones((1, 1), dtype)}
+
+
+def test_an_auto_mesh_cuts_no_block_where_values_are_wanted_alone(monkeypatch):
+    """Tokens spread over devices into less than blocks: with two batch rows a device, a kernel would mix these."""
+    opaque = dataclasses.replace(mxfp8.IMPLEMENTATIONS["xla"], opaque=True)
+    monkeypatch.setitem(mxfp8.IMPLEMENTATIONS, "xla", opaque)
+    static = operands.quantization(mxfp8.COPIES, -2, jnp.float32, "xla", mxfp8.COPIES, jnp.dtype(jnp.float32))
+    x = draw(np.random.default_rng(0), 4, 32, 64) * jnp.exp2(jnp.arange(4.0))[:, None, None]
+    wanted = mxfp8.raw_quantize(static, x)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    spread = jax.device_put(x, NamedSharding(mesh, P("data", "model")))
+    found = jax.jit(lambda x: mxfp8.raw_quantize(static, x))(spread)
+    assert_same(found, wanted)
+    assert found.columnwise.sharding.spec[0] == "data"
