@@ -58,7 +58,7 @@ def layers(*reports: dict) -> str:
         "MiB: ours",
         "best",
     ]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     rows = [r for report in reports for r in report["rows"] if r["op"] in LAYERS]
     for key in dict.fromkeys((r["op"], r["preset"], r["tokens"], r["pass"]) for r in rows):
         op, preset, tokens, direction = key
@@ -72,18 +72,22 @@ def layers(*reports: dict) -> str:
         sizes = [f"{r['peak_bytes'] / 2**20:,.0f}" for r in (ours, best)]
         lines.append([name, f"{tokens:,}", direction.replace("fwd_bwd", "both").replace("fwd", "forward"), *times])
         lines[-1] += [*ratios, *sizes]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return _markdown(head, lines)
 
 
 def table(*reports: dict) -> str:
     """Markdown: ops."""
     head = ["op", "floor", "goal", "ours", "by", *(name.replace("_", " ") for name in PEERS)]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for label, goal, floor, ours, peers in measured(*reports):
         by_peer = [f"{peers[name]:.3f}" if name in peers else "" for name in PEERS]
         best = [f"{ours['ms']:.3f}", ours["implementation"]]
         lines.append([label, f"{floor:.3f}", "" if goal is None else f"{goal:.3g}", *best, *by_peer])
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return _markdown(head, lines)
+
+
+def _markdown(head: list[str], lines: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *lines))
 
 
 def picture(path: str, *reports: dict) -> None:

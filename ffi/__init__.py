@@ -1,1 +1,1 @@
-"""How JAX launches GPU kernels, installed as ``jax_mla.ffi``. Empty so far: every op has a pure-jnp implementation."""
+"""How JAX launches GPU kernels, installed as ``jax_mla.ffi``."""

@@ -12,6 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax_mla.ffi import triton
+from jax_mla.ffi.varying import vary_like
 
 # What the kernel is written for: dims of a head, tokens of a tile, values of an MXFP8 block.
 NOPE, ROTARY, TILE, BLOCK = 128, 64, 128, 32
@@ -125,16 +126,12 @@ def q_up(pairs: bool, x, w, cos, sin, *scales) -> tuple[jax.Array, ...]:
     scales x [..., T, R/32] and w [R/32, H, D]. cos, sin: [..., P/2], leading dims as x's or 1.
     NotImplementedError for what `supports` refuses: the kernel would go past the end of its arrays.
     """
-    arrays = (x, w, cos, sin, *scales)
-    axes = tuple(sorted(frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))))
 
     @jax.custom_batching.sequential_vmap
     def run(*arrays):
-        results = _launch(pairs, *arrays)
-        # Inside `shard_map` what a kernel writes differs between devices as what it reads; its primitive does not say.
-        return tuple(jax.lax.pcast(r, axes, to="varying") if axes else r for r in results)
+        return tuple(vary_like(result, *arrays) for result in _launch(pairs, *arrays))
 
-    return run(*arrays)
+    return run(x, w, cos, sin, *scales)
 
 
 def _launch(pairs: bool, x, w, cos, sin, *scales):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax_mla.ffi import triton
+from jax_mla.ffi.varying import vary_like
 
 # The names of the custom calls in lowered text, forward and backward.
 TARGETS = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
@@ -140,19 +141,13 @@ def _call(direction: str, qkv, saved, scale: float, causal: bool, slots: Slots |
     settings = _settings(module, scale, causal, slots is not None) | more
     settings = {name: value for name, value in settings.items() if name in _parameters(module, direction)}
     arrays = (*qkv, *saved, *(slots or ()))
-    axes = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
-    # Inside `shard_map` what a kernel writes differs between devices as anything that it reads.
-    qkv, saved, slots = jax.tree.map(lambda x: _vary(x, axes), (qkv, saved, slots))
+    # Its primitives take arrays that vary alike, and so do what they return.
+    qkv, saved, slots = jax.tree.map(lambda x: vary_like(x, *arrays), (qkv, saved, slots))
     unused = jnp.zeros(0, qkv[0].dtype)
     ragged = (unused,) * 4 if slots is None else _ragged(*qkv[:2], slots)
     primitive = getattr(module, f"_dot_product_attention_{direction}_p")
     # No bias; no tables of pages.
     return tuple(primitive.bind(*qkv, unused, *ragged, unused, unused, *saved, **settings))
-
-
-def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    missing = axes - jax.typeof(x).manual_axis_type.varying
-    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def _ragged(q: jax.Array, k: jax.Array, slots: Slots) -> tuple[jax.Array, ...]:
@@ -162,6 +157,6 @@ def _ragged(q: jax.Array, k: jax.Array, slots: Slots) -> tuple[jax.Array, ...]:
     each = slots.starts.size // rows
     lengths = slots.lengths.reshape(rows, each)
     ends = jnp.full((rows * (each + 1) - slots.starts.size,), tokens, jnp.int32)
-    ends = _vary(ends, jax.typeof(slots.starts).manual_axis_type.varying)
+    ends = vary_like(ends, slots.starts)
     starts = jnp.concatenate([slots.starts, ends]).reshape(rows, each + 1)
     return lengths, lengths, *(starts * (x.shape[2] * x.shape[3]) for x in (q, k))

@@ -13,6 +13,7 @@ import inspect
 import os
 
 import jax
+from jax_mla.ffi.varying import vary_like
 
 _capability = contextvars.ContextVar("compute_capability", default=None)
 
@@ -97,10 +98,7 @@ def call(launch, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
     @jax.custom_batching.sequential_vmap
     def run(*arrays):
-        # Inside `shard_map` what a kernel writes differs between devices as what it reads; jax-triton does not say so.
-        axes = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
-        outputs = _triton_call(launch, capability, arrays)
-        return tuple(jax.lax.pcast(o, tuple(sorted(axes)), to="varying") if axes else o for o in outputs)
+        return tuple(vary_like(o, *arrays) for o in _triton_call(launch, capability, arrays))
 
     return run(*arrays)
 

@@ -153,7 +153,9 @@ class Static:
 
 
 IMPLEMENTATIONS = {
-    "cudnn": attention_cudnn.implementation(),
+    "cudnn": dispatch.Implementation(
+        attention_cudnn.forward, attention_cudnn.backward, attention_cudnn.supports, opaque=True
+    ),
     "xla": dispatch.Implementation(forward=blockwise.forward, backward=blockwise.backward),
 }
 

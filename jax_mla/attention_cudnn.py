@@ -15,19 +15,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_mla import dispatch, launches
+from jax_mla import launches
 from jax_mla.ffi import cudnn_attention
 from jax_mla.ffi.cudnn_attention import Slots
-from jax_mla.sharding import vary_like
+from jax_mla.ffi.varying import vary_like
 
 SLOTS = 16  # segments of a row in one launch: cuDNN writes an lse of T numbers for each, and starts as many blocks
 LSE = 3  # columns that a float32 is split over: 24 bits, 8 of bfloat16 each
 MOST = 2**31  # offsets are int32
-
-
-def implementation() -> dispatch.Implementation:
-    """For the op's table."""
-    return dispatch.Implementation(forward, backward, supports, opaque=True)
 
 
 def supports(static=None, *args) -> str | None:

@@ -62,6 +62,11 @@ def shaped(x: Operand):
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, MXFP8Tensor) else x
 
 
+def placed(x: Operand) -> jax.Array:
+    """What has x's shape, and how it is spread over a mesh."""
+    return x.copy(x.usages[0])[0] if isinstance(x, MXFP8Tensor) else x
+
+
 def check_tensor(argument: str, t: MXFP8Tensor, token_axis: int, *usages: str) -> None:
     mxfp8_tensor.check(argument, t, *usages)
     if t.token_axis != token_axis:
@@ -137,7 +142,7 @@ def products(dtype: np.dtype) -> np.dtype:
 def like(x: Operand) -> jax.Array:
     """No numbers, but x's logical dtype and how it is spread over a mesh: for `sharding.cotangent`."""
     if isinstance(x, MXFP8Tensor):
-        x = mxfp8_tensor.make_proxy(x.copy(x.usages[0])[0], x.dtype)
+        x = mxfp8_tensor.make_proxy(placed(x), x.dtype)
     # Of a dim that is whole everywhere, if there is one: a sharded dim of size 0 would lose its mesh axes.
     whole = [axis for axis, axes in enumerate(sharding.spec(x)) if not axes]
     return jax.lax.slice_in_dim(x, 0, 0, axis=whole[-1] if whole else -1)
@@ -157,8 +162,7 @@ def check_out(out: str | None, x: Operand, **widths: int) -> None:
     if out is None:
         return
     mxfp8_tensor.check_dtype("x", x.dtype)
-    array = x.copy(x.usages[0])[0] if isinstance(x, MXFP8Tensor) else x
-    mxfp8_tensor.blocked_axis("x", array, "columnwise", -2)
+    mxfp8_tensor.blocked_axis("x", placed(x), "columnwise", -2)
     for name, width in widths.items():
         if width % BLOCK:
             raise ValueError(f"out: found 'mxfp8' for {name} of {width}, wanted a multiple of {BLOCK}")

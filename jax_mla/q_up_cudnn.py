@@ -6,11 +6,9 @@ Compiled and lowered, not run on Blackwell. What it returns is not quantised fro
 import functools
 import math
 
-import jax
-
 from jax_mla import linear, mxfp8, operands, sharding
 from jax_mla.ffi import cudnn
-from jax_mla.mxfp8_tensor import MXFP8Tensor, once_differentiable
+from jax_mla.mxfp8_tensor import once_differentiable
 from jax_mla.operands import Operand
 
 
@@ -23,7 +21,7 @@ def misfit(static, x: Operand, w: Operand, cos, sin, norm_scale, bias) -> str | 
     if static.rope.output_layout != "halves":
         return f"found output_layout={static.rope.output_layout!r}, wants 'halves'"
     dtype = x.dtype if static.project.recipe is None else cudnn.CODES
-    x, w = _array(x), _array(w)
+    x, w = operands.placed(x), operands.placed(w)
     *tokens, whole = sharding.spec(x)
     if whole:
         return f"found x's last dim sharded over mesh axes {whole}, wants it whole on every device"
@@ -40,17 +38,12 @@ def misfit(static, x: Operand, w: Operand, cos, sin, norm_scale, bias) -> str | 
     )
 
 
-def _array(x: Operand) -> jax.Array:
-    """What has x's shape, and how it is spread over a mesh."""
-    return x.copy(x.usages[0])[0] if isinstance(x, MXFP8Tensor) else x
-
-
 def forward(parts: str, static, train: bool, x: Operand, w: Operand, cos, sin, norm_scale, bias):
     """q, and what `linear.project_backward` needs (None unless `train`)."""
     dtype, project = x.dtype, static.project.using(parts)
     x, w, saved = linear.factors(project, x, w, norm_scale, bias, train, codes=True)
     if project.recipe is None:
-        xs, ws = ((operands.read(a, dtype, None, project.implementation),) for a in (x, w))
+        xs, ws = ((a,) for a in linear.values(project, dtype, x, w))
     else:
         xs, ws = x.copy("rowwise"), w.copy("columnwise")
     heads = sharding.own_heads(xs[0], ws[0])

@@ -20,6 +20,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_mla.ffi.varying import vary_like, varying
+
 Axes = tuple[str, ...]  # the mesh axes one dim is sharded over, () for none
 
 
@@ -53,18 +55,6 @@ def reshard(array: jax.Array, mesh, wanted: PartitionSpec) -> jax.Array:
 
 def _partition(dims: Sequence[Axes]) -> PartitionSpec:
     return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims))
-
-
-def varying(array: jax.Array) -> frozenset[str]:
-    """The Manual mesh axes over which the array's type says its values differ."""
-    return jax.typeof(array).manual_axis_type.varying
-
-
-def vary_like(x: jax.Array, *others: jax.Array | None) -> jax.Array:
-    """x, typed as varying over the Manual axes that any of the others varies over: what a loop's first carry needs."""
-    wanted = frozenset().union(*(varying(o) for o in others if o is not None))
-    missing = wanted - varying(x)
-    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def cotangent(value: jax.Array, primal: jax.Array) -> jax.Array:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jax_mla import launches, linear, mxfp8, rope, sharding
+from jax_mla import launches, linear, mxfp8, operands, rope, sharding
 from jax_mla.ffi import triton
+from jax_mla.ffi.varying import vary_like
 from jax_mla.mxfp8_tensor import once_differentiable
 from jax_mla.operands import Operand
 
@@ -57,7 +58,7 @@ def _misfit(x: Operand, w: Operand, padded: bool = False, **sizes) -> str | None
         return reason  # where that is the machine, Pallas's GPU part is not even imported
     from jax_mla.kernels import mosaic_up_proj as kernels
 
-    dtype, x = x.dtype, x if isinstance(x, jax.Array) else x.copy(x.usages[0])[0]
+    dtype, x = x.dtype, operands.placed(x)
     *tokens, rank = sharding.shard_shape(x, sharding.spec(x))
     if rank != x.shape[-1]:
         return f"found x's last dim sharded over mesh axes {sharding.spec(x)[-1]}, wants it whole on every device"
@@ -84,8 +85,6 @@ def _on_shards(op: str, sizes: dict, kinds: tuple[str, ...], function: Callable)
         reason = _misfit(x, w, padded=True, **sizes)
         if reason is not None:
             raise NotImplementedError(f"{op}: 'mosaic': {reason}, on each device")
-        # Inside `shard_map` what a kernel writes differs between devices as what it reads.
-        axes = tuple(sorted(frozenset().union(*map(sharding.varying, (x, w, *arrays)))))
         missing = _missing(math.prod(x.shape[:-1]), sizes)
 
         def rows(array):
@@ -93,7 +92,7 @@ def _on_shards(op: str, sizes: dict, kinds: tuple[str, ...], function: Callable)
             return jnp.pad(flat, ((0, missing), (0, 0))) if missing else flat
 
         outputs = function(rows, x, w.reshape(w.shape[-3:]), *arrays)
-        return jax.tree.map(lambda o: jax.lax.pcast(o, axes, to="varying") if axes else o, outputs)
+        return jax.tree.map(lambda output: vary_like(output, x, w, *arrays), outputs)
 
     return run
 
@@ -110,13 +109,10 @@ def _tokens(x: jax.Array) -> str:
     return " ".join(f"t{i}" for i in range(x.ndim - 1))
 
 
-def _quantization(parts: str, dtype, token_axis: int = -3) -> mxfp8.Static:
-    return mxfp8.Static("both", token_axis, "up", jnp.dtype(dtype), parts)
-
-
 def q_forward(parts: str, static, train: bool, x, w, cos, sin, norm_scale, bias):
     """q, and what `linear.project_backward` needs (None unless `train`)."""
-    op, sizes, quantization = "q_up_proj_rope", _q_sizes(static, w), _quantization(parts, x.dtype)
+    op, sizes = "q_up_proj_rope", _q_sizes(static, w)
+    quantization = operands.quantization(mxfp8.COPIES, -3, x.dtype, parts)
 
     def kernel(rows, x, w, cos, sin, bias=None):
         from jax_mla.kernels import mosaic_up_proj as kernels
@@ -144,7 +140,8 @@ def q_forward(parts: str, static, train: bool, x, w, cos, sin, norm_scale, bias)
 
 def kv_forward(parts: str, static, train: bool, x, w, k_pe, cos, sin, norm_scale, bias):
     """k, v, and what `linear.project_backward` needs (None unless `train`)."""
-    op, sizes, quantization = "kv_up_proj_rope", _kv_sizes(static, w, k_pe), _quantization(parts, x.dtype)
+    op, sizes = "kv_up_proj_rope", _kv_sizes(static, w, k_pe)
+    quantization = operands.quantization(mxfp8.COPIES, -3, x.dtype, parts)
     nope, value = sizes["nope"], sizes["value"]
 
     def kernel(rows, x, w, *shared):
@@ -168,7 +165,7 @@ def kv_forward(parts: str, static, train: bool, x, w, k_pe, cos, sin, norm_scale
         rule += f", {tokens} P -> " + ", ".join(heads)
         return *sharding.local(op, rule, run, x, w, rotated, opaque=True), saved
     # The rotary key, the same for every head, is quantised once.
-    quantized = mxfp8.raw_quantize(_quantization(parts, quantization.dtype, -2), rotated).detach().bytes()
+    quantized = operands.quantize(rotated, mxfp8.COPIES, -2, quantization.dtype, parts).bytes()
     shared = jax.tree.leaves(quantized)
     rule += f", {tokens} P" * 4 + " -> " + ", ".join([heads[0]] * 4 + [heads[1]] * 4)
     run = once_differentiable(op, _on_shards(op, sizes, ("data",) * 4, kernel))

@@ -12,7 +12,6 @@ import numpy as np
 
 BLOCK = 32
 ROWS = 64  # of one wgmma
-TILE = 2 * ROWS  # rows that are quantised at once
 LATER = 3  # block of a head: from there on a block waits until the next has begun
 
 
