@@ -76,10 +76,11 @@ class Checkpoints:
         return self._restore(step, run=ocp.args.JsonRestore()).run
 
     def restore(self, step: int, params: dict, optimizer: tuple) -> tuple[dict, tuple]:
-        """The saved values, on the default device; `params` and `optimizer` hold the shapes wanted."""
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # whatever device they were saved from
+        """The saved values; `params` and `optimizer` hold the shapes wanted, and the shardings: without, the default
+        device's. Whatever devices they were saved from, each process reads what its own hold."""
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         wanted = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or here),
             {"params": params, "optimizer": optimizer},
         )
         state = self._restore(step, state=ocp.args.StandardRestore(wanted)).state

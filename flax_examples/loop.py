@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import tqdm
 
-from flax_examples import data, model, packing
+from flax_examples import data, mesh, model, packing, processes
 from flax_examples.checkpoint import Checkpoints
 from flax_examples.options import Settings
 
@@ -39,16 +39,21 @@ class Stopped(Exception):
 class Programs:
     """The compiled parts of a run."""
 
+    layout: mesh.Layout
     apply: model.Model
     optimizer: optax.GradientTransformation
+    init: Callable  # key -> params, optimiser state, where they belong
+    wanted: tuple  # their shapes, dtypes and shardings
     train_step: Callable  # params, optimiser state, batch -> params, state, (loss, gradient norm); a batch is
     # windows [B, T + 1], or packing.Rows with --pack
-    losses: Callable  # params, windows [EVAL_BATCH, T + 1] -> mean nats per byte of each window, [EVAL_BATCH]
+    losses: Callable  # params, windows [E, T + 1] -> mean nats per byte of each window, [E], on every device
 
 
 @functools.cache
-def programs(settings: Settings) -> Programs:
-    apply = model.MODULES[settings.module](settings.model, settings.dtype)
+def programs(settings: Settings, layout: mesh.Layout | None = None) -> Programs:
+    """Without a layout, for one device. InputError if the settings cannot be cut as it says."""
+    layout = layout or mesh.make(None)
+    apply = model.MODULES[settings.module](settings.model, settings.dtype, layout)
     warmup = min(math.ceil(settings.warmup * settings.steps), settings.steps - 1)
     schedule = optax.warmup_cosine_decay_schedule(0.0, settings.learning_rate, warmup, settings.steps)
     optimizer = optax.chain(
@@ -64,17 +69,34 @@ def programs(settings: Settings) -> Programs:
     def mean_loss(params, batch):
         return model.packed_loss(apply, params, batch) if settings.pack else model.losses(apply, params, batch).mean()
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def init(key):
+        params = model.init_params(key, settings.model)
+        return params, optimizer.init(params)
+
+    params, state = jax.eval_shape(init, jax.random.key(0))
+    axes, everywhere = model.logical_axes(settings.model), layout.sharding()
+    layout.check(settings.batch, jax.tree.map(lambda leaf: leaf.shape, params), axes)
+    spread = mesh.shardings(layout, axes)
+    # What the optimiser keeps of a parameter lies as the parameter does.
+    spread_state = optax.tree_map_params(
+        optimizer, lambda _, sharding: sharding, state, spread, transform_non_params=lambda _: everywhere
+    )
+    placed = spread, spread_state
+    wanted = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), (params, state), placed
+    )
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(*placed, everywhere))
     def train_step(params, state, batch):
         loss, gradient = jax.value_and_grad(mean_loss)(params, batch)
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, (loss, optax.tree.norm(gradient))
 
-    @jax.jit
+    @functools.partial(jax.jit, out_shardings=everywhere)
     def losses(params, windows):
         return model.losses(apply, params, windows).mean(-1)
 
-    return Programs(apply, optimizer, train_step, losses)
+    return Programs(layout, apply, optimizer, jax.jit(init, out_shardings=placed), wanted, train_step, losses)
 
 
 class Heldout:
@@ -85,12 +107,15 @@ class Heldout:
         self.text, self.windows = text, data.gather(text, starts, settings.window)
         self.positions = (starts[:, None] + np.arange(1, settings.window + 1)).ravel()
 
-    def bits_per_byte(self, losses: Callable, params: dict) -> float:
-        total = 0.0
-        for first in range(0, len(self.windows), EVAL_BATCH):
-            part = self.windows[first : first + EVAL_BATCH]
-            full = np.resize(part, (EVAL_BATCH, part.shape[1]))  # repeats fill the last batch: one shape is compiled
-            total += float(np.asarray(losses(params, full), np.float64)[: len(part)].sum())
+    def bits_per_byte(self, compiled: Programs, params: dict) -> float:
+        total, layout = 0.0, compiled.layout
+        size = -(-EVAL_BATCH // layout.parts)  # of a part
+        for first in range(0, len(self.windows), size * layout.parts):
+            some = self.windows[first : first + size * layout.parts]
+            # Repeats fill the last batch: one shape is compiled.
+            parts = np.resize(some, (layout.parts, size, some.shape[1]))
+            losses = compiled.losses(params, layout.batch(lambda part, parts=parts: parts[part]))
+            total += float(np.asarray(losses, np.float64)[: len(some)].sum())
         return total / len(self.windows) / math.log(2)
 
 
@@ -122,37 +147,50 @@ class Trainer:
         if not self.history["evals"]:
             self.evaluate()
             self.save()  # so that a disk that takes no checkpoint is found out now
-        bar = tqdm.tqdm(total=self.settings.steps, initial=self.step, unit="step", disable=None, dynamic_ncols=True)
+        silent = None if processes.first() else True  # None: where there is no terminal
+        bar = tqdm.tqdm(total=self.settings.steps, initial=self.step, unit="step", disable=silent, dynamic_ncols=True)
+        number = 0  # of the signal that ends the run
         with bar, _signals() as caught:
-            while self.step < last and not caught:
+            while self.step < last and not number:
                 self._train_step()
                 bar.update()
                 evaluate = self.step % eval_every == 0 or self.step == self.settings.steps
                 save = self.step % checkpoint_every == 0 or self.step == last
-                if self.step % LOG_EVERY == 0 or evaluate or save:
+                look = self.step % LOG_EVERY == 0 or evaluate or save
+                if look:
                     self._look(bar)
                 if evaluate:
                     self.evaluate()
                 if save:
                     self.save()
-            if caught:
+                if look or not processes.several():  # all of them must end after the same step
+                    number = processes.largest(caught[0] if caught else 0)
+            if number:
                 self._look(bar)
                 self.save()
-        if caught or self.step < self.settings.steps:
-            name = f"interrupted ({caught[0].name})" if caught else "stopped"
+        if number or self.step < self.settings.steps:
+            name = f"interrupted ({signal.Signals(number).name})" if number else "stopped"
             raise Stopped(
                 f"{name} at step {self.step} of {self.settings.steps}, saved; continue with --resume --out {self.out}",
-                128 + caught[0] if caught else 0,
+                128 + number if number else 0,
             )
         if self.history["evals"][-1]["step"] != self.step:
             self.evaluate()
 
     def _train_step(self) -> None:
-        batch = self.source.batch(self.step, self.settings.batch)
+        parts, size = self.compiled.layout.parts, self.settings.batch // self.compiled.layout.parts
+        own = []
+
+        def make(part):  # the parts of a step's batch are the batches of as many smaller steps
+            own.append(self.source.batch(self.step * parts + part, size))
+            return own[-1]
+
+        batch = self.compiled.layout.batch(make)
         self.params, self.state, numbers = self.compiled.train_step(self.params, self.state, batch)
         self.step += 1
         self._pending.append(numbers)
-        self._tokens += int(np.count_nonzero(batch.segment_ids)) if self.settings.pack else batch[:, 1:].size
+        tokens = sum(np.count_nonzero(rows.segment_ids) if self.settings.pack else rows[:, 1:].size for rows in own)
+        self._tokens += int(tokens) * parts // len(own)  # other processes' parts count as as full as these
         if self._first:  # compiling is no part of the speed
             jax.block_until_ready(numbers)
             self._first = False
@@ -184,13 +222,13 @@ class Trainer:
         self._mark, self._tokens = time.perf_counter(), 0
 
     def evaluate(self) -> None:
-        bits = self.heldout.bits_per_byte(self.compiled.losses, self.params)
+        bits = self.heldout.bits_per_byte(self.compiled, self.params)
         if not math.isfinite(bits):
             raise TrainingError(f"the held-out loss is {bits} at step {self.step}; try another --learning-rate")
         seconds = time.perf_counter() - self.began
         passed = bits < self.threshold and not any(e["bits_per_byte"] < self.threshold for e in self.history["evals"])
         self.history["evals"].append({"step": self.step, "seconds": round(seconds, 1), "bits_per_byte": round(bits, 5)})
-        tqdm.tqdm.write(
+        processes.tell(
             f"step {self.step:5} after {seconds / 60:4.1f} min: {bits:.3f} bits per held-out byte"
             + f" (passes order-2 fitted on the whole training split, {self.threshold:.3f})" * passed
         )
@@ -211,6 +249,8 @@ def _signals() -> Iterator[list[signal.Signals]]:
         yield caught
         return
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # None: a handler that is not Python's, as jax.distributed has one.
+    previous = {number: signal.SIG_DFL if handler is None else handler for number, handler in previous.items()}
 
     def restore():
         for number, handler in previous.items():

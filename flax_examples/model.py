@@ -1,7 +1,8 @@
 """A decoder-only language model in DeepSeek's shape (RMSNorm, MLA, SwiGLU), once in linen and once in nnx.
 
 Both hold the same parameters by the same names, so everything else here and in train.py works on one nested dict of
-arrays and pure functions of it, a `Model`.
+arrays and pure functions of it, a `Model`. Every parameter carries its dims' logical axes, in either API, by which
+`mesh.Layout` spreads it over devices.
 
 Shapes: B batch, T tokens, M hidden size, F ffn_dim; a token is a byte, so logits are [B, T, 256].
 """
@@ -18,14 +19,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import jax_mla
 import jax_mla.linen
 import jax_mla.nnx
+from flax_examples import processes
+from flax_examples.mesh import Layout
 from flax_examples.packing import NOTHING, Rows
 
 VOCABULARY = 256
 EPS = 1e-6
+# The logical axes of what is not MLA's, whose own its modules carry.
+EMBED, LOGITS, NORM = ("vocab", "embed"), ("embed", "vocab"), ("norm",)
+UP, DOWN = ("embed", "mlp"), ("mlp", "embed")
+HIDDEN = ("batch", None, None)  # activations between the layers: whole rows
+normal = nn.initializers.normal(1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +44,16 @@ class ModelConfig:
     ffn_dim: int
 
 
+def _spread(x, layout: Layout | None, axes=HIDDEN):
+    return x if layout is None else layout.spread(x, *axes)
+
+
+def _look_up(table, tokens, dtype, layout: Layout | None):  # [V, M], [B, T] -> [B, T, M]
+    # The width of the table that FSDP has spread is gathered: left to itself, XLA gathers the batch instead.
+    table = _spread(jnp.asarray(table, dtype), layout, ("vocab", None))
+    return _spread(jnp.take(table, tokens, axis=0), layout)
+
+
 class LinenBlock(nn.Module):
     config: ModelConfig
     dtype: jnp.dtype
@@ -42,17 +61,27 @@ class LinenBlock(nn.Module):
     @nn.compact
     def __call__(self, x, attend):  # [B, T, M] -> [B, T, M]; attend(the attention module, its input) -> its output
         M, F = self.config.attention.hidden_size, self.config.ffn_dim
-        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
-        norms = {name: self.param(name, nn.initializers.ones, (M,)) for name in ("attention_norm", "ffn_norm")}
+        norms = {name: _linen_norm(self, name, M) for name in ("attention_norm", "ffn_norm")}
         attention = jax_mla.linen.MLA(self.config.attention, dtype=self.dtype, name="attention")
         x = x + attend(attention, jax_mla.rms_norm(x, norms["attention_norm"], EPS))
         h = jax_mla.rms_norm(x, norms["ffn_norm"], EPS)
-        return x + dense(M, name="down")(nn.silu(dense(F, name="gate")(h)) * dense(F, name="up")(h))
+        gate, up = (_linen_dense(F, self.dtype, UP, name)(h) for name in ("gate", "up"))
+        return x + _linen_dense(M, self.dtype, DOWN, "down")(nn.silu(gate) * up)
+
+
+def _linen_dense(features: int, dtype, axes: tuple[str, ...], name: str) -> nn.Dense:
+    drawn = nn.with_logical_partitioning(nn.linear.default_kernel_init, axes)
+    return nn.Dense(features, use_bias=False, dtype=dtype, kernel_init=drawn, name=name)
+
+
+def _linen_norm(module: nn.Module, name: str, features: int) -> jax.Array:
+    return module.param(name, nn.with_logical_partitioning(nn.initializers.ones, NORM), (features,))
 
 
 class LinenLM(nn.Module):
     config: ModelConfig
     dtype: jnp.dtype = jnp.float32  # what the blocks compute in; parameters and logits are float32
+    layout: Layout | None = None  # how activations lie on several devices
 
     def __call__(self, tokens, segment_ids=None):  # [B, T] int, the same or None -> [B, T, 256] float32
         return self._run(tokens, lambda i, attention, x: attention(x, segment_ids=segment_ids))
@@ -64,20 +93,36 @@ class LinenLM(nn.Module):
     @nn.compact
     def _run(self, tokens, attend):
         M = self.config.attention.hidden_size
-        x = nn.Embed(VOCABULARY, M, embedding_init=nn.initializers.normal(1.0), dtype=self.dtype, name="embed")(tokens)
+        drawn = nn.with_logical_partitioning(normal, EMBED)
+        table = nn.Embed(VOCABULARY, M, embedding_init=drawn, name="embed").embedding
+        x = _look_up(table, tokens, self.dtype, self.layout)
         for i in range(self.config.layers):
             x = LinenBlock(self.config, self.dtype, name=f"block_{i}")(x, functools.partial(attend, i))
-        x = jax_mla.rms_norm(x, self.param("norm", nn.initializers.ones, (M,)), EPS)
-        return nn.Dense(VOCABULARY, use_bias=False, dtype=jnp.float32, name="logits")(x)
+            x = _spread(x, self.layout)
+        x = jax_mla.rms_norm(x, _linen_norm(self, "norm", M), EPS)
+        return _linen_dense(VOCABULARY, jnp.float32, LOGITS, "logits")(x)
+
+
+def _metadata(axes: tuple[str, ...]) -> dict:
+    """Of an nnx parameter. Not sharded as it is made: a run's programs say where what they make goes."""
+    return dict(out_sharding=axes, eager_sharding=False)
+
+
+def _nnx_linear(M: int, N: int, dtype, axes: tuple[str, ...], rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(M, N, use_bias=False, dtype=dtype, kernel_metadata=_metadata(axes), rngs=rngs)
+
+
+def _nnx_norm(features: int) -> nnx.Param:
+    return nnx.Param(jnp.ones(features), **_metadata(NORM))
 
 
 class NnxBlock(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, rngs: nnx.Rngs):
         M, F = config.attention.hidden_size, config.ffn_dim
-        linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
-        self.attention_norm, self.ffn_norm = nnx.Param(jnp.ones(M)), nnx.Param(jnp.ones(M))
+        self.attention_norm, self.ffn_norm = _nnx_norm(M), _nnx_norm(M)
         self.attention = jax_mla.nnx.MLA(config.attention, dtype=dtype, rngs=rngs)
-        self.gate, self.up, self.down = linear(M, F), linear(M, F), linear(F, M)
+        self.gate, self.up = _nnx_linear(M, F, dtype, UP, rngs), _nnx_linear(M, F, dtype, UP, rngs)
+        self.down = _nnx_linear(F, M, dtype, DOWN, rngs)
 
     def __call__(self, x, attend):
         x = x + attend(self.attention, jax_mla.rms_norm(x, self.attention_norm[...], EPS))
@@ -86,14 +131,15 @@ class NnxBlock(nnx.Module):
 
 
 class NnxLM(nnx.Module):
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype = jnp.float32, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype=jnp.float32, layout: Layout | None = None, *, rngs: nnx.Rngs):
         M = config.attention.hidden_size
-        self.layers = config.layers
-        self.embed = nnx.Embed(VOCABULARY, M, embedding_init=nnx.initializers.normal(1.0), dtype=dtype, rngs=rngs)
+        self.layers, self.dtype, self.layout = config.layers, dtype, layout
+        axes = _metadata(EMBED)
+        self.embed = nnx.Embed(VOCABULARY, M, embedding_init=normal, embedding_metadata=axes, rngs=rngs)
         for i in range(config.layers):  # attributes rather than a list, so that names are linen's
             setattr(self, f"block_{i}", NnxBlock(config, dtype, rngs=rngs))
-        self.norm = nnx.Param(jnp.ones(M))
-        self.logits = nnx.Linear(M, VOCABULARY, use_bias=False, dtype=jnp.float32, rngs=rngs)
+        self.norm = _nnx_norm(M)
+        self.logits = _nnx_linear(M, VOCABULARY, jnp.float32, LOGITS, rngs)
 
     def __call__(self, tokens, segment_ids=None):
         return self._run(tokens, lambda i, attention, x: attention(x, segment_ids=segment_ids))
@@ -103,9 +149,9 @@ class NnxLM(nnx.Module):
         return self._run(tokens, attend), caches
 
     def _run(self, tokens, attend):
-        x = self.embed(tokens)
+        x = _look_up(self.embed.embedding[...], tokens, self.dtype, self.layout)
         for i in range(self.layers):
-            x = getattr(self, f"block_{i}")(x, functools.partial(attend, i))
+            x = _spread(getattr(self, f"block_{i}")(x, functools.partial(attend, i)), self.layout)
         return self.logits(jax_mla.rms_norm(x, self.norm[...], EPS))
 
 
@@ -147,9 +193,16 @@ def init_params(key: jax.Array, config: ModelConfig) -> dict:
     return nnx.to_pure_dict(nnx.state(NnxLM(config, rngs=nnx.Rngs(params=key)), nnx.Param))
 
 
+def logical_axes(config: ModelConfig) -> dict:
+    """The logical axes of every parameter's dims, in the tree of `init_params`: from the metadata they carry."""
+    abstract = nnx.eval_shape(lambda: NnxLM(config, rngs=nnx.Rngs(0)))
+    specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(abstract, nnx.Param)))
+    return jax.tree.map(tuple, specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
+
+
 @functools.cache
-def linen_model(config: ModelConfig, dtype: str) -> Model:
-    model = LinenLM(config, jnp.dtype(dtype))
+def linen_model(config: ModelConfig, dtype: str, layout: Layout | None = None) -> Model:
+    model = LinenLM(config, jnp.dtype(dtype), layout)
 
     def run(params, *args, method=None):
         return model.apply({"params": params}, *args, method=method)
@@ -158,9 +211,9 @@ def linen_model(config: ModelConfig, dtype: str) -> Model:
 
 
 @functools.cache
-def nnx_model(config: ModelConfig, dtype: str) -> Model:
+def nnx_model(config: ModelConfig, dtype: str, layout: Layout | None = None) -> Model:
     # Only the structure is made here, no arrays; `params` fills it at each call (that is: at each trace).
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: NnxLM(config, jnp.dtype(dtype), rngs=nnx.Rngs(0))))
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: NnxLM(config, jnp.dtype(dtype), layout, rngs=nnx.Rngs(0))))
 
     def filled(params) -> NnxLM:
         state = jax.tree.map(lambda leaf: leaf, abstract)
@@ -230,14 +283,15 @@ def generate(model: Model, params: dict, window: np.ndarray, count: int, seed: i
     then again. What a byte is drawn from has between T / 2 and T bytes.
     """
     half = max(len(window) // 2, 1)
-    text, key, temperature = jnp.asarray(window, jnp.int32)[-half:], jax.random.key(seed), jnp.float32(temperature)
+    text, key, temperature = np.asarray(window, np.int32)[-half:], jax.random.key(seed), np.float32(temperature)
     drawn = []
     for i in range(-(-count // half)):
         text = _continue(model, params, text, half, jax.random.fold_in(key, i), temperature)
-        drawn.append(np.asarray(text, np.uint8))
+        text = processes.whole(text)
+        drawn.append(text.astype(np.uint8))
 
     def speed(function):
-        arguments = model, params, jnp.asarray(window, jnp.int32)[-half:], half, key, temperature
+        arguments = model, params, np.asarray(window, np.int32)[-half:], half, key, temperature
         jax.block_until_ready(function(*arguments))
         began = time.perf_counter()
         jax.block_until_ready(function(*arguments))

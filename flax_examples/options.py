@@ -9,6 +9,7 @@ import pathlib
 
 import jax
 
+from flax_examples import mesh
 from flax_examples.data import InputError
 from flax_examples.model import MODULES
 from flax_examples.presets import PRESETS, Preset
@@ -87,7 +88,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="BYTES",
         help="length of the sample; default: 400",
     )
+    # Where a run goes on, not what it is: --resume takes none of these from the checkpoint.
+    add(
+        "--mesh",
+        type=mesh.parse,
+        metavar="AXIS=N,...",
+        help="train on all devices: " + "; ".join(f"{axis}: {what}" for axis, what in mesh.AXES.items()),
+    )
+    add("--cpu-devices", type=_integer(1, 1024), metavar="N", help="make that many devices of the CPU, to try a mesh")
+    add("--distributed", action="store_true", help="one of several processes that the cluster's scheduler has started")
+    add("--coordinator", type=_address, metavar="HOST:PORT", help="one of several processes: where process 0 listens")
+    add("--processes", type=_integer(1), metavar="N", help="with --coordinator: how many there are")
+    add("--process-id", type=_integer(0), metavar="I", help="with --coordinator: which one this is, from 0")
     options = parser.parse_args(argv)
+    _check_processes(options)
     if options.out is None:
         options.out = _default_out(f"{options.preset or 'small'}-{options.module or 'linen'}", options.resume)
     return options
@@ -111,6 +125,33 @@ def _integer(least: int, most: int | None = None):
         return value
 
     return convert
+
+
+def _check_processes(options: argparse.Namespace) -> None:
+    three = {
+        "--coordinator": options.coordinator,
+        "--processes": options.processes,
+        "--process-id": options.process_id,
+    }
+    given = [name for name, value in three.items() if value is not None]
+    if given and options.distributed:
+        raise InputError(f"--distributed: found {given[0]} besides, wanted one way to find the processes")
+    if given and len(given) < len(three):
+        lacking = [name for name in three if name not in given]
+        raise InputError(f"{given[0]}: found no {' and no '.join(lacking)}, wanted all of {', '.join(three)}")
+    if given and options.process_id >= options.processes:
+        raise InputError(
+            f"--process-id: found {options.process_id}, wanted less than --processes = {options.processes}"
+        )
+    if (given or options.distributed) and options.out is None:
+        raise InputError("--out: found none for several processes, wanted a folder that all of them reach")
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise argparse.ArgumentTypeError(f"found {text!r}, wanted a host and a port, as node0:1234")
+    return text
 
 
 def _named(text: str) -> str:

@@ -16,7 +16,8 @@ from flax_examples.options import Settings
 
 def device() -> str:
     devices = jax.devices()
-    return f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
+    processes = f" in {jax.process_count()} processes" * (jax.process_count() > 1)
+    return f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform}){processes}"
 
 
 def versions() -> dict[str, str]:

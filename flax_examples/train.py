@@ -9,14 +9,14 @@ import os
 import signal
 import sys
 import time
+from typing import NamedTuple
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the libraries load: no traceback
 
 import jax
-import tqdm
 
-from flax_examples import checkpoint, data, loop, model, ngram, options, packing, report
+from flax_examples import checkpoint, data, loop, mesh, model, ngram, options, packing, processes, report
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,28 +25,48 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        run(options.parse(argv))
-        return 0
-    except loop.Stopped as stopped:
-        line, code = str(stopped), stopped.code
+        asked = options.parse(argv)
+        processes.start(asked)
+        try:
+            run(asked)
+            line, code = "", 0
+        except loop.Stopped as stopped:
+            line, code = str(stopped), stopped.code
+        except processes.TogetherError as error:
+            line, code = f"error: {error}", 2
+        except loop.TrainingError as error:
+            line, code = f"error: {error}", 1
+        # So far all processes have come, and one of them says it.
+        line = line if processes.first() else ""
+        processes.leave()
     except data.InputError as error:
         line, code = f"error: {error}", 2
-    except (checkpoint.SaveError, loop.TrainingError) as error:
+    except checkpoint.SaveError as error:
         line, code = f"error: {error}", 1
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         line, code = f"error: {where}{error.strerror or error}", 1
     except KeyboardInterrupt:
         line, code = "interrupted; what was saved is intact", 130
-    print(" ".join(line.split()), file=sys.stderr)
+    if line:
+        print(" ".join(line.split()), file=sys.stderr)
     return code
 
 
-def run(asked) -> None:
-    """One run, from the parsed options to the files in --out."""
-    began = time.perf_counter()
-    out, checkpoints = asked.out, checkpoint.Checkpoints(asked.out / "checkpoints")
-    step = checkpoints.latest()
+class Prepared(NamedTuple):
+    """What a run begins with: all that can be wrong with what was asked for has been found."""
+
+    settings: options.Settings
+    saved: dict | None  # the JSON of the checkpoint that is resumed
+    corpus: data.Corpus
+    source: data.Windows | packing.PackedRows
+    heldout: loop.Heldout
+    compiled: loop.Programs
+
+
+def prepare(asked, checkpoints: checkpoint.Checkpoints, step: int | None) -> Prepared:
+    """Raises InputError before anything is compiled or written."""
+    out = asked.out
     if asked.resume and step is None:
         raise data.InputError(f"--resume: found no checkpoint in {out}, wanted a run that was started with --out {out}")
     if not asked.resume and (step is not None or (out / "run.json").exists()):
@@ -55,8 +75,7 @@ def run(asked) -> None:
     if saved is not None and not {"settings", "data", "history"} <= set(saved):
         raise data.InputError(f"--resume: found metadata with {sorted(saved)} in {out}, wanted settings, data, history")
     settings = options.settle(asked, saved and saved["settings"])
-
-    # All that can be wrong with the data is found before anything is compiled or written.
+    compiled = loop.programs(settings, mesh.make(asked.mesh))
     named = saved["data"] if saved else {"paths": (), "globs": ()}
     corpus = data.load_corpus(asked.data or named["paths"], asked.glob or named["globs"])
     if saved:
@@ -70,23 +89,34 @@ def run(asked) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise data.InputError(f"--out: cannot make the folder {out}: {error.strerror}") from error
+    return Prepared(settings, saved, corpus, source, heldout, compiled)
+
+
+def run(asked) -> None:
+    """One run, from the parsed options to the files in --out."""
+    began = time.perf_counter()
+    out, checkpoints = asked.out, checkpoint.Checkpoints(asked.out / "checkpoints")
+    processes.same("--out: checkpoints", "there" if checkpoints.folder.is_dir() else "none")
+    step = checkpoints.latest()
+    prepared = processes.together(lambda: prepare(asked, checkpoints, step))
+    settings, saved, corpus, source, heldout, compiled = prepared
+    processes.same("options", f"{settings.to_json()}")
+    processes.same("--mesh", f"{compiled.layout.sizes}")
+    processes.same("--data: fingerprint", corpus.summary["fingerprint"])
     order2_whole = ngram.OrderTwo(corpus.train).bits_per_byte(heldout.text, heldout.positions)
 
-    compiled = loop.programs(settings)
-
-    def initial():
-        params = model.init_params(jax.random.key(settings.seed), settings.model)
-        return params, compiled.optimizer.init(params)
-
     if saved:
-        params, state = checkpoints.restore(step, *jax.eval_shape(initial))
+        params, state = checkpoints.restore(step, *compiled.wanted)
         history = saved["history"]
     else:
-        params, state = jax.device_put(initial(), jax.devices()[0])
+        params, state = compiled.init(jax.random.key(settings.seed))
         history = {"seconds": 0.0, "timed_seconds": 0.0, "timed_tokens": 0, "loss": [], "evals": []}
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    tqdm.tqdm.write(
-        f"{settings.preset}, {settings.module}, {settings.dtype}: {size:,} parameters on {report.device()}\n"
+    sizes = ", ".join(f"{axis}={size}" for axis, size in compiled.layout.sizes.items())
+    processes.tell(
+        f"{settings.preset}, {settings.module}, {settings.dtype}: {size:,} parameters on {report.device()}"
+        + f", mesh {sizes}" * bool(sizes)
+        + "\n"
         + "{train_bytes:,} bytes of text in {train_files} files, {heldout_bytes:,} more in {heldout_files} files held"
         " out; {empty_files} files are empty".format_map(corpus.summary)
         + f"\npacked rows of {settings.window} tokens" * settings.pack
@@ -126,11 +156,14 @@ def run(asked) -> None:
     }
     prompt = heldout.windows[len(heldout.windows) // 2, 1:]
     sample = model.generate(compiled.apply, trainer.params, prompt, asked.sample_bytes, settings.seed)
+    if not processes.first():
+        return
     record = {
         "settings": settings.to_json(),
         "data": corpus.summary,
         "versions": report.versions(),
         "device": report.device(),
+        "mesh": compiled.layout.sizes,
         "parameters": size,
         "bits_per_byte": bits,
         "scored": {
@@ -168,7 +201,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout.reconfigure(errors="replace", line_buffering=True)  # a sample may hold what the terminal cannot show
     status = main()
-    if status >= 128:  # JAX may still be at work, and tearing the interpreter down under it crashes
+    # JAX may still be at work, and tearing the interpreter down under it crashes; or it would wait for other processes.
+    if status >= 128 or (status and processes.several()):
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
