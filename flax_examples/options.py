@@ -16,6 +16,8 @@ from flax_examples.presets import PRESETS, Preset
 
 # Options that are settings of the run: they are stored in its checkpoints, and --resume takes them from there.
 SETTINGS = ("preset", "module", "dtype", "seed", "steps", "batch", "window", "learning_rate", "pack", "pack_multiple")
+# Options that each of several processes may be given another way: what it is, and where it finds the same files.
+OWN = ("process_id", "data", "out")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +170,12 @@ def _positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"found {text!r}, wanted a positive number")
     return value
+
+
+def shared(options: argparse.Namespace) -> str:
+    """The options that all processes of a run must have been given alike."""
+    given = {name: value for name, value in vars(options).items() if name not in OWN and value not in (None, [], False)}
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
 
 
 def settle(options: argparse.Namespace, saved: dict | None) -> Settings:

@@ -85,24 +85,27 @@ def prepare(asked, checkpoints: checkpoint.Checkpoints, step: int | None) -> Pre
     else:
         source = data.Windows(corpus.train, settings.window, settings.seed)
     heldout = loop.Heldout(corpus.heldout, settings)
+    return Prepared(settings, saved, corpus, source, heldout, compiled)
+
+
+def make_folder(out) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise data.InputError(f"--out: cannot make the folder {out}: {error.strerror}") from error
-    return Prepared(settings, saved, corpus, source, heldout, compiled)
 
 
 def run(asked) -> None:
     """One run, from the parsed options to the files in --out."""
     began = time.perf_counter()
     out, checkpoints = asked.out, checkpoint.Checkpoints(asked.out / "checkpoints")
+    processes.same("options", options.shared(asked))
     processes.same("--out: checkpoints", "there" if checkpoints.folder.is_dir() else "none")
     step = checkpoints.latest()
     prepared = processes.together(lambda: prepare(asked, checkpoints, step))
     settings, saved, corpus, source, heldout, compiled = prepared
-    processes.same("options", f"{settings.to_json()}")
-    processes.same("--mesh", f"{compiled.layout.sizes}")
     processes.same("--data: fingerprint", corpus.summary["fingerprint"])
+    processes.together(lambda: make_folder(out))  # when nothing else can be wrong
     order2_whole = ngram.OrderTwo(corpus.train).bits_per_byte(heldout.text, heldout.positions)
 
     if saved:

@@ -234,6 +234,16 @@ def test_several_processes_want_a_place_by_name():
         options.parse(["--distributed"])
 
 
+def test_what_processes_may_be_given_differently():
+    first, second = (
+        options.parse(["--out", out, "--data", out, "--coordinator", "a:1", "--processes", "2", "--process-id", number])
+        for out, number in (("here", "0"), ("there", "1"))
+    )
+    assert options.shared(first) == options.shared(second) == "--sample-bytes 400 --coordinator a:1 --processes 2"
+    first.seed, first.mesh = 3, {"dp": 2}
+    assert "--seed 3" in options.shared(first) and "--mesh {'dp': 2}" in options.shared(first)
+
+
 def test_processes_agree_or_all_say_who_does_not(monkeypatch):
     said = []
     monkeypatch.setattr(processes, "several", lambda: True)
