@@ -12,22 +12,40 @@ import numpy as np
 
 import jax_mla
 from benchmarks import peers
-from benchmarks.cases import Case, Inputs, moved, names, pull, wide
+from benchmarks.cases import Case, Inputs, moved, names, wide
 
 SEQUENCES = 8  # of a packed row
 
 
 def attention(i: Inputs) -> list[Case]:
-    return _cases(_draw(i, i.batch, i.tokens), i.dtype)
+    """Also with every head's largest logit, forward."""
+    arrays = _draw(i, i.batch, i.tokens)
+    *qkv, _ = arrays
+
+    def ours(name):
+        return functools.partial(jax_mla.attention, return_max_logit=True, implementation=name)
+
+    def peer(function):
+        return lambda q, k, v: (function(q, k, v), peers.largest_logits(q, k))
+
+    candidates = {name: ours(name) for name in names("attention")}
+    candidates |= {name: peer(function) for name, function in peers.attentions(i.dtype).items()}
+    (width, value), pairs = (qkv[0].shape[-1], qkv[2].shape[-1]), _pairs(i.batch, i.tokens)
+    reference, flops = wide(peer(peers.attention_exact)), 2 * i.heads * pairs * (width + value)
+    case = Case("fwd", candidates, tuple(qkv), reference, "max_logit", moved(candidates["jnp_usual"], *qkv), flops)
+    return [*_cases(arrays, i.dtype), case]
 
 
 def attention_packed(i: Inputs) -> list[Case]:
-    """All of the preset's tokens as one row: of eight packed sequences, and of one. Equal work a visible pair would
-    make the second eight times the first."""
+    """All of the preset's tokens as one row: of eight packed sequences, of eight of other lengths, and of one. Equal
+    work a visible pair would make the last eight times the first. "batch": the eight as eight rows."""
     length = i.batch * i.tokens
     arrays = _draw(i, 1, length)
-    boundaries = np.arange(SEQUENCES + 1, dtype=np.int32)[None] * length // SEQUENCES
-    return _cases(arrays, i.dtype, "packed", boundaries) + _cases(arrays, i.dtype, "one_row")
+    even = np.arange(SEQUENCES + 1, dtype=np.int32)[None] * length // SEQUENCES
+    uneven = even + np.pad(np.arange(1, SEQUENCES) % 3 * (length // SEQUENCES // 4), 1).astype(np.int32)
+    rows = tuple(a.reshape(SEQUENCES, -1, *a.shape[2:]) for a in arrays)
+    cases = _cases(arrays, i.dtype, "packed", even) + _cases(arrays, i.dtype, "uneven", uneven)
+    return cases + _cases(rows, i.dtype, "batch") + _cases(arrays, i.dtype, "one_row")
 
 
 def attention_mxfp8(i: Inputs) -> list[Case]:
@@ -76,11 +94,13 @@ def _pairs(batch: int, length: int) -> int:
 
 
 def _both(function):
-    """The result and the gradients of the arguments before the cotangent."""
+    """The result and the gradients of the arguments before the cotangent: of one forward pass, since what is called
+    beside its own derivative may run twice (JAX's private function does)."""
 
     def run(*args):
         *arrays, do = args
-        return function(*arrays), pull(function, tuple(arrays), do)
+        o, pullback = jax.vjp(function, *arrays)
+        return o, pullback(do.astype(o.dtype))
 
     return run
 

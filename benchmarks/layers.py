@@ -1,7 +1,8 @@
 """The whole layer, ours and as JAX users write it: output alone, and output with all gradients.
 
 The peers, in `jnp_usual` as most would write it and in `jnp_best` as well as we can (`peers.py` has their parts), are
-cuDNN's attention on a GPU in bfloat16, V padded through the public function or as it is through the private one.
+cuDNN's attention on a GPU in bfloat16, V padded through the public function or as it is through the private one; in
+`jnp_unpadded`, in bfloat16, that one is all that differs from `jnp_usual`.
 """
 
 import dataclasses
@@ -144,7 +145,7 @@ def _choices() -> dict:
     """Ours, by what a row is called."""
     if jax.default_backend() != "gpu":
         return {"xla": "xla"}
-    kernels = {"triton": ("triton", "cudnn", "xla")} if "triton" in cases.names("q_up_proj_rope") else {"xla": "xla"}
+    kernels = {"triton": ("cudnn", "triton", "xla")} if "triton" in cases.names("q_up_proj_rope") else {"xla": "xla"}
     return {"best": None} | kernels  # best: whatever the ops take by themselves
 
 
@@ -155,7 +156,10 @@ def _ours(config, recipe, choice, params, x):
 def _peers(config, dtype, recipe) -> dict:
     parts = PARTS if recipe is None else PARTS_MXFP8
     attentions = peers.attentions(dtype)
-    return {name: functools.partial(jnp_layer, parts[name], attend, config) for name, attend in attentions.items()}
+    found = {name: functools.partial(jnp_layer, parts[name], attend, config) for name, attend in attentions.items()}
+    if recipe is None and "jnp_best" in attentions:
+        found["jnp_unpadded"] = functools.partial(jnp_layer, parts["jnp_usual"], attentions["jnp_best"], config)
+    return found
 
 
 def _with_gradients(function):

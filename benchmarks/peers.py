@@ -267,6 +267,17 @@ def attention_best(q, k, v, at=None):
     return private.dot_product_attention(q, k, v, scale=scale, mask_type=mask, **packed)[..., :width]
 
 
+def largest_logits(q, k):
+    """Of every head [H], causal; a head at a time."""
+    visible = jnp.tril(jnp.ones((q.shape[1], k.shape[1]), bool))
+
+    def head(pair):
+        logits = jnp.einsum("btd,bsd->bts", *pair, preferred_element_type=f32) * q.shape[-1] ** -0.5
+        return jnp.max(jnp.where(visible, logits, -jnp.inf))
+
+    return jax.lax.map(head, tuple(jnp.moveaxis(x, 2, 0) for x in (q, k)))
+
+
 def attentions(dtype):
     """By name, for arrays of that dtype here: on a GPU, but for float32, both are cuDNN's."""
     if jax.default_backend() != "gpu" or dtype == f32:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import attention_cudnn, blockwise, checks, dispatch, operands, segments, sharding
+from jax_mla import attention_cudnn, attention_triton, blockwise, checks, dispatch, operands, segments, sharding
 from jax_mla.mxfp8_bits import BLOCK
 from jax_mla.operands import Operand
 
@@ -156,8 +156,12 @@ IMPLEMENTATIONS = {
     "cudnn": dispatch.Implementation(
         attention_cudnn.forward, attention_cudnn.backward, attention_cudnn.supports, opaque=True
     ),
+    "triton": dispatch.Implementation(
+        attention_triton.forward, attention_triton.backward, attention_triton.supports, opaque=True
+    ),
     "xla": dispatch.Implementation(forward=blockwise.forward, backward=blockwise.backward),
 }
+_PACKED = ("triton", "cudnn", "xla")  # the order for packed sequences: docs/performance.md has the times
 
 # Sequences are whole on every device; sharding them is context parallelism, which is not an op's to decide.
 _FORWARD = "b T h D, b S h D, b S h V, b T, b S -> b T h V, b T h, b T h"
@@ -167,7 +171,10 @@ _BACKWARD = "b T h D, b S h D, b S h V, b T, b S, b T h V, b T h, b T h V, b T h
 def _run(direction: str, static: Static, dtype, q, k, v, *arrays):
     """One pass on the values of q, k and v in `dtype`."""
     q, k, v = (operands.read(x, dtype, usage) for x, usage in zip((q, k, v), _READ, strict=True))
-    chosen = dispatch.choose("attention", IMPLEMENTATIONS, static.implementation, static, q, k, v, *arrays[:2])
+    choice = static.implementation
+    if choice is None and arrays[0] is not None:
+        choice = _PACKED
+    chosen = dispatch.choose("attention", IMPLEMENTATIONS, choice, static, q, k, v, *arrays[:2])
     rule = _FORWARD if direction == "forward" else _BACKWARD
     function = functools.partial(getattr(chosen, direction), static)
     return sharding.local("attention", rule, function, q, k, v, *arrays, opaque=chosen.opaque)

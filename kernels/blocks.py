@@ -13,10 +13,19 @@ class Blocks(NamedTuple):
     warps: int
 
 
+class Tile(NamedTuple):
+    """Of attention: queries a program has, keys it reads at once, warps, and how many reads are under way."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
 HOPPER = 90
 ANY = float("inf")
 
-# By architecture and op: (elements below which it holds, blocks), in order.
+# By architecture and op: (elements below which it holds, blocks), in order; of attention tiles.
 TABLES = {
     HOPPER: {
         # Two warps share 32 rows by 128 columns: wider rows of codes, or more values a thread, run out of registers.
@@ -31,6 +40,10 @@ TABLES = {
         "rope": ((ANY, Blocks(128, 8)),),
         "split": ((ANY, Blocks(128, 8)),),
         "split_backward": ((ANY, Blocks(16, 8)),),
+        # By the numbers a head's keys and values are read as: what is read at once is in shared memory.
+        "attention forward": ((320, Tile(128, 64, 8, 3)), (ANY, Tile(64, 32, 4, 2))),
+        "attention dq": ((320, Tile(64, 32, 4, 3)), (ANY, Tile(64, 32, 4, 2))),
+        "attention dkv": ((320, Tile(32, 64, 4, 3)), (ANY, Tile(32, 64, 8, 2))),
     }
 }
 

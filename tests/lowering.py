@@ -67,6 +67,7 @@ def up(recipe, out=None):
 
 X, LATENT, W = array(B, T, H, 192), array(B, T, 512), array(512, H, 192, dtype=jnp.float32)
 SCALE = array(512, dtype=jnp.float32)
+QKV = [X, X, array(B, T, H, 128)]
 PARAMS = jax.eval_shape(lambda: init(jax.random.key(0), CONFIG))
 ONE = dict(implementation="triton")
 # name: (function, arguments). Each is lowered with its gradients.
@@ -98,6 +99,15 @@ OPS = {
         [LATENT, array(512, H, 256), array(B, T, 64), SCALE],
     ),
     "mla": (lambda p, x: mla(p, x, CONFIG, implementation=("triton", "xla")), [PARAMS, array(B, T, 128)]),
+    # By what None takes.
+    "attention, packed": (lambda *a: attention(*a, cu_seqlens=jnp.array([[0, 7, T]] * B)), [X, X, array(B, T, H, 128)]),
+    "attention, by ids": (lambda *a: attention(*a, segment_ids=jnp.ones((B, T), int)), [X, X, array(B, T, H, 128)]),
+    "attention, bottom right": (
+        lambda *a: attention(*a, causal="bottom_right"),
+        [array(B, 7, H, 192), X, array(B, T, H, 128)],
+    ),
+    "attention, largest logits": (lambda *a: attention(*a, return_max_logit=True), [X, X, array(B, T, H, 128)]),
+    "attention": (attention, [X, X, array(B, T, H, 128)]),
 }
 FORWARD = {
     "swizzle_scales": (lambda s: swizzle_scales(s, token_axis=-3, **ONE), [array(B, T, H, 6, dtype=jnp.uint8)]),
@@ -145,7 +155,7 @@ def checkpointed():
         return jnp.sum(attention(*tensors, implementation="cudnn").astype(jnp.float32))
 
     # With the value: nothing but the backward pass would read attention's first results otherwise.
-    return jax.value_and_grad(jax.checkpoint(loss, policy=policy), (0, 1, 2)), [X, X, array(B, T, H, 128)]
+    return jax.value_and_grad(jax.checkpoint(loss, policy=policy), (0, 1, 2)), QKV
 
 
 def lowered(function, arguments) -> str:
@@ -164,7 +174,7 @@ def main(capability: int, *names: str) -> dict:
     sums = [name for name, text in texts.items() if "all_reduce" in text]
     attends = {n: [c.count(target) for target in cudnn_attention.TARGETS] for n, c in calls.items()}
     attends = {name: counts for name, counts in attends.items() if any(counts)}
-    return found | {"loops": loops, "sums over devices": sums, "attention": attends}
+    return found | {"loops": loops, "sums over devices": sums, "by cuDNN": attends}
 
 
 if __name__ == "__main__":

@@ -295,9 +295,9 @@ TOLERANCE = {BF16: 2e-2, jnp.float16: 4e-3}
 def on_gpu(args, dtype=BF16, tolerance=None, **options):
     """Ours against "xla" in float32, on what is left of the arguments in dtype."""
     args = [a if a.ndim == 3 else a.astype(dtype) for a in args]
-    found = jax.jit(functools.partial(both_passes, **options, **CUDNN))(*args)
+    found = jax.jit(functools.partial(both_passes, **CUDNN | options))(*args)
     with jax.default_matmul_precision("highest"):
-        exact = functools.partial(both_passes, **options, implementation="xla")
+        exact = functools.partial(both_passes, **options | dict(implementation="xla"))
         wanted = jax.jit(exact)(*(a.astype(jnp.float32) for a in args))
     assert_close(found, wanted, TOLERANCE[dtype] if tolerance is None else tolerance)
     return found

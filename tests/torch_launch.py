@@ -44,8 +44,34 @@ def _patch_casts():
     interpreter._convert_float = convert
 
 
+_arrays: list[tuple[int, int]] = []  # of the launch under way, where each begins and ends
+
+
+def _patch_accesses():
+    """Every access is to an array of the launch: elsewhere the interpreter reads whatever is there."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+
+    def checked(access):
+        def call(self, pointers, *args):
+            mask = args[0] if access.__name__ == "create_masked_load" else args[1]
+            at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+            size = pointers.get_element_ty().primitive_bitwidth // 8
+            # numpy's integers: a pointer is uint64
+            inside = sum((at >= np.uint64(begin)) & (at + np.uint64(size) <= np.uint64(end)) for begin, end in _arrays)
+            assert at.size == 0 or np.all(inside), f"{access.__name__}: an access outside the launch's arrays"
+            return access(self, pointers, *args)
+
+        return call
+
+    for name in ("create_masked_load", "create_masked_store"):
+        setattr(builder, name, checked(getattr(builder, name)))
+
+
 if not GPU:
     _patch_casts()
+    _patch_accesses()
 
 
 def run(launch, *inputs):
@@ -60,6 +86,7 @@ def run(launch, *inputs):
     aliased = dict(launch.aliases)
     arguments = [outputs[aliased[i]] if i in aliased else x for i, x in enumerate(inputs)]
     options = dict(num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=False)
+    _arrays[:] = [(a.data_ptr(), a.data_ptr() + a.numel() * a.element_size()) for a in (*arguments, *outputs)]
     launch.kernel[launch.grid](*arguments, *outputs, **dict(launch.constants), **options)
     return outputs
 

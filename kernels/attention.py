@@ -1,0 +1,215 @@
+"""Attention in Triton, with the largest logit of every query: FlashAttention-2 (arXiv:2307.08691).
+
+q [B, T, H, D], k [B, S, H, D], v [B, S, H, V]. A program has a block of queries of one head and goes through the keys.
+D is multiplied in two parts, each a power of two: 192 as 128 and 64. Packed, it is told which, and masks only
+where a block is not of one id. attention_backward.py has the backward pass.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .blocks import HOPPER, TABLES, Tile
+from .launch import Launch, cdiv, power_of_two, require
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def read(x, token, live, dim, dims, STRIDE: tl.constexpr):
+    """x[token, dim] of a head, the two as columns and rows in either order; 0 for tokens that are not live, whatever is
+    there: 0 times NaN is NaN."""
+    return tl.load(x + token.to(tl.int64) * STRIDE + dim, mask=live & (dim < dims), other=0)
+
+
+@triton.jit
+def live_tokens(ids, token, tokens, PACKED: tl.constexpr):
+    """Which tokens there are and are no padding, and their ids."""
+    live, found = token < tokens, token
+    if PACKED:
+        found = tl.load(ids + token, mask=live, other=0)
+        live = found != 0
+    return live, found
+
+
+@triton.jit
+def write(x, values, token, dim, tokens, dims, STRIDE: tl.constexpr):
+    at = x + token.to(tl.int64) * STRIDE + dim
+    tl.store(at, values.to(x.dtype.element_ty), mask=(token < tokens) & (dim < dims))
+
+
+@triton.jit
+def seen_keys(row, key, live, q_id, k_id, OFFSET: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr):
+    """Whether query `row` sees `key`, the two as a column and a row in either order, one of them `live`."""
+    seen = live
+    if CAUSAL:
+        seen = seen & (key <= row + OFFSET)
+    if PACKED:
+        seen = seen & (q_id == k_id)
+    return seen
+
+
+@triton.jit
+def place(TOKENS: tl.constexpr, SIZE: tl.constexpr, H: tl.constexpr):
+    """A program's batch row and head, and its block of so many tokens; programs of a head follow one another."""
+    BLOCKS: tl.constexpr = (TOKENS + SIZE - 1) // SIZE
+    pair = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    return pair // H, pair % H, tl.program_id(0) % BLOCKS
+
+
+@triton.jit
+def span(bounds, batch, block, BLOCKS: tl.constexpr):
+    """The four of a block."""
+    at = bounds + (batch * BLOCKS + block) * 4
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def keys_of(bounds, batch, block, T: tl.constexpr, S: tl.constexpr, CAUSAL: tl.constexpr, OFFSET: tl.constexpr,
+            PACKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Of a block of queries where the keys begin and end that any sees, and in between those that all see."""
+    if PACKED:
+        low, begin, end, high = span(bounds, batch, block, (T + BM - 1) // BM)
+    else:
+        low, begin, end, high = 0, 0, S, S
+        if CAUSAL:
+            high = tl.maximum(tl.minimum(S, (block + 1) * BM + OFFSET), 0)
+            end = tl.maximum(tl.minimum(S, block * BM + OFFSET + 1), 0)
+        end = end // BN * BN
+    return low, begin, end, high
+
+
+@triton.jit
+def _keys(total, largest, acc, q0, q1, k, v, k_ids, q_id, row, low, high, T, S, SCALE: tl.constexpr,
+          OFFSET: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, H: tl.constexpr,
+          D: tl.constexpr, V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BV: tl.constexpr,
+          BN: tl.constexpr):  # fmt: skip
+    """The online softmax over key blocks from `low` to `high`. MASKED: not every query sees every key of them."""
+    FACTOR: tl.constexpr = SCALE * LOG2E
+    d0, d1, dv = tl.arange(0, D0), tl.arange(0, max(D1, 16)), tl.arange(0, BV)
+    for start in range(low, high, BN):
+        key = start + tl.arange(0, BN)
+        live, k_id = live_tokens(k_ids, key, S, PACKED and MASKED)
+        logits = tl.dot(q0, read(k, key[None, :], live[None, :], d0[:, None], D, H * D))
+        if D1:
+            logits = tl.dot(q1, read(k, key[None, :], live[None, :], D0 + d1[:, None], D, H * D), logits)
+        values = read(v, key[:, None], live[:, None], dv[None, :], V, H * V)
+        if MASKED:
+            seen = seen_keys(
+                row[:, None], key[None, :], live[None, :], q_id[:, None], k_id[None, :], OFFSET, CAUSAL, PACKED
+            )
+            logits = tl.where(seen, logits, float("-inf"))
+        new = tl.maximum(largest, tl.max(logits, axis=1))
+        at = tl.where(new == float("-inf"), 0.0, new) * FACTOR
+        p = tl.exp2(tl.fma(logits, tl.full(logits.shape, FACTOR, tl.float32), -at[:, None]))
+        shrink = tl.exp2(tl.fma(largest, tl.full(largest.shape, FACTOR, tl.float32), -at))
+        total = total * shrink + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None])
+        largest = new
+    return total, largest, acc
+
+
+@triton.jit
+def forward_kernel(q, k, v, ids, bounds, o, lse, maxima, T: tl.constexpr, S: tl.constexpr, H: tl.constexpr,
+             D: tl.constexpr, V: tl.constexpr, SCALE: tl.constexpr, CAUSAL: tl.constexpr, OFFSET: tl.constexpr,
+             PACKED: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
+             BN: tl.constexpr):  # fmt: skip
+    batch, head, block = place(T, BM, H)
+    block = (T + BM - 1) // BM - 1 - block  # those with most keys to see go first
+    row = block * BM + tl.arange(0, BM)
+    d0, d1, dv = tl.arange(0, D0), tl.arange(0, max(D1, 16)), tl.arange(0, BV)
+    q += batch * T * H * D + head * D
+    k += batch * S * H * D + head * D
+    v += batch * S * H * V + head * V
+    live, q_id = live_tokens(ids + batch * T, row, T, PACKED)
+    q0 = read(q, row[:, None], live[:, None], d0[None, :], D, H * D)
+    q1 = q0
+    if D1:
+        q1 = read(q, row[:, None], live[:, None], D0 + d1[None, :], D, H * D)
+    low, begin, end, high = keys_of(bounds, batch, block, T, S, CAUSAL, OFFSET, PACKED, BM, BN)
+    ids += batch * S
+    total = tl.zeros((BM,), tl.float32)
+    largest = tl.full((BM,), float("-inf"), tl.float32)
+    acc = tl.zeros((BM, BV), tl.float32)
+    if PACKED:
+        total, largest, acc = _keys(total, largest, acc, q0, q1, k, v, ids, q_id, row, low, begin, T, S, SCALE, OFFSET,
+                                    CAUSAL, True, PACKED, H, D, V, D0, D1, BV, BN)  # fmt: skip
+    total, largest, acc = _keys(total, largest, acc, q0, q1, k, v, ids, q_id, row, begin, end, T, S, SCALE, OFFSET,
+                                CAUSAL, False, PACKED, H, D, V, D0, D1, BV, BN)  # fmt: skip
+    total, largest, acc = _keys(total, largest, acc, q0, q1, k, v, ids, q_id, row, end, high, T, S, SCALE, OFFSET,
+                                CAUSAL, True, PACKED, H, D, V, D0, D1, BV, BN)  # fmt: skip
+    blind = (largest == float("-inf")) & (total == 0)
+    at = (batch * T + row) * H + head
+    logit = tl.where(total != total, float("nan"), largest * SCALE)  # the maximum passes over NaN, the sum does not
+    tl.store(maxima + at, logit, mask=row < T)
+    total = tl.where(blind, 1.0, total)
+    tl.store(lse + at, logit + tl.log(total), mask=row < T)
+    write(o + batch * T * H * V + head * V, acc / total[:, None], row[:, None], dv[None, :], T, V, H * V)
+
+
+# --- Launches -----------------------------------------------------------------------------------------------------
+
+WIDEST = 256  # a head's D and V: accumulators are in registers
+
+
+def supports(width: int, value: int) -> str | None:
+    """Why there are no kernels for heads of these dims, or None."""
+    if max(width, value) > WIDEST:
+        return f"found heads of {width} and {value} dims, wants at most {WIDEST}"
+    return None
+
+
+def parts(width: int) -> tuple[int, int]:
+    """Two powers of two, none below 16, that hold a head of so many dims; 0 for a second that is not needed."""
+    first = max(1 << (width.bit_length() - 1), 16)
+    rest = width - first
+    return first, (max(power_of_two(rest), 16) if rest > 0 else 0)
+
+
+class Shape(NamedTuple):
+    """What an attention is of. causal: query i sees keys j <= i + offset. scale > 0. packed: of T = S tokens
+    with ids, int32 [B, T], of which 0 is padding, a query sees keys of its own id only. Then every launch is told,
+    int32 [B, blocks, 4], what its blocks are to read: from where to where (first and last of the four), and in between
+    from where to where every pair of tokens is of one id, and causal. The first three are multiples of the tile's other
+    size. (Else ids and bounds are not read, and any array will do.)"""
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    width: int
+    value: int
+    scale: float
+    causal: bool
+    offset: int = 0
+    packed: bool = False
+
+    def check(self) -> None:
+        dims = self.width, self.value
+        require(supports(*dims) is None, "width, value", dims, f"at most {WIDEST}")
+        require(self.scale > 0, "scale", self.scale, "one above 0")
+        tokens = self.queries, self.keys
+        require(not self.packed or tokens == (self.keys,) * 2, "queries, keys", tokens, "as many, where packed")
+
+    def constants(self, tile: Tile) -> tuple[tuple[str, Any], ...]:
+        self.check()
+        d0, d1 = parts(self.width)
+        return (("T", self.queries), ("S", self.keys), ("H", self.heads), ("D", self.width), ("V", self.value),
+                ("SCALE", self.scale), ("CAUSAL", self.causal), ("OFFSET", self.offset), ("PACKED", self.packed),
+                ("D0", d0), ("D1", d1), ("BV", max(power_of_two(self.value), 16)), ("BM", tile.queries),
+                ("BN", tile.keys))  # fmt: skip
+
+
+def tile_of(op: str, shape: Shape, arch: int | None) -> Tile:
+    table = TABLES.get(arch, TABLES[HOPPER])["attention " + op]
+    return next(tile for most, tile in table if sum(parts(shape.width)) + power_of_two(shape.value) <= most)
+
+
+def forward(shape: Shape, dtype: str, arch: int | None = HOPPER) -> Launch:
+    """q, k, v, ids, bounds of blocks of queries -> o [B, T, H, V], lse and the largest logit [B, T, H], float32."""
+    tile = tile_of("forward", shape, arch)
+    by_query = (shape.batch, shape.queries, shape.heads)
+    outputs = (((*by_query, shape.value), dtype), *[(by_query, "float32")] * 2)
+    grid = (cdiv(shape.queries, tile.queries) * shape.batch * shape.heads,)
+    return Launch(forward_kernel, grid, outputs, shape.constants(tile), tile.warps, tile.stages)

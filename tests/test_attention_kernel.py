@@ -1,0 +1,174 @@
+"""Attention's Triton kernels against float64, as they are launched from JAX: in Triton's interpreter on the CPU,
+compiled on a GPU."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch (extra `golden`): kernels run on torch tensors here")
+from torch_launch import GPU, run, to_numpy, to_torch  # noqa: E402  (before triton: it chooses the interpreter)
+
+pytest.importorskip("triton", reason="needs triton (extra `test`)")
+from jax_mla.attention_triton import bounds  # noqa: E402
+from kernels import attention, attention_backward, blocks  # noqa: E402
+
+pytestmark = [pytest.mark.golden, *([pytest.mark.gpu] if GPU else [])]
+
+# A GPU multiplies float32 as TF32; the interpreter multiplies bfloat16 wrongly.
+DTYPES = ("bfloat16", "float16") if GPU else ("float32", "float16")
+TOLERANCES = {"float32": 1e-5, "float16": 2.0**-9, "bfloat16": 2.0**-6}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """So that there are many of them, and last ones that stick out; queries and keys in blocks of other sizes."""
+    if not GPU:
+        for op, tile in (("forward", (32, 16)), ("dq", (32, 16)), ("dkv", (16, 32))):
+            monkeypatch.setitem(blocks.TABLES[90], "attention " + op, ((blocks.ANY, blocks.Tile(*tile, 4, 1)),))
+
+
+def reference(q, k, v, do, dlse, scale, seen):
+    """o, lse, the largest logits, dq, dk, dv in float64; seen [B, T, S]."""
+    logits = np.where(seen[:, None], np.einsum("bthd,bshd->bhts", q, k) * scale, -np.inf)
+    largest = logits.max(-1, initial=-np.inf)
+    weights = np.exp(logits - np.where(np.isfinite(largest), largest, 0)[..., None])
+    total = weights.sum(-1)
+    with np.errstate(divide="ignore"):
+        lse = np.where(np.isfinite(largest), largest, 0) + np.log(total)
+    p = weights / np.where(total == 0, 1, total)[..., None]
+    o = np.einsum("bhts,bshv->bthv", p, v)
+    rest = (o * do).sum(-1) - dlse
+    ds = p * (np.einsum("bthv,bshv->bhts", do, v) - np.moveaxis(rest, 2, 1)[..., None]) * scale
+    gradients = np.einsum("bhts,bshd->bthd", ds, k), np.einsum("bhts,bthd->bshd", ds, q)
+    return o, np.moveaxis(lse, 1, 2), np.moveaxis(largest, 1, 2), *gradients, np.einsum("bhts,bthv->bshv", p, do)
+
+
+def every_kernel(shape, q, k, v, do, dlse, ids=None, dtype=None):
+    def packing(op):
+        if ids is None:
+            return q, q
+        tile = attention.tile_of(op, shape, None)
+        sizes = (tile.keys, tile.queries) if op == "dkv" else (tile.queries, tile.keys)
+        table = bounds(ids, *sizes, shape.causal, op != "dkv")
+        return (torch.from_numpy(np.array(a, np.int32)).to(q.device) for a in (ids, table))
+
+    o, lse, largest = run(attention.forward(shape, dtype), q, k, v, *packing("forward"))
+    dq, rest = run(attention_backward.dq(shape, dtype), q, k, v, o, do, lse, dlse, *packing("dq"))
+    return o, lse, largest, dq, *run(attention_backward.dkv(shape, dtype), q, k, v, do, lse, rest, *packing("dkv"))
+
+
+def agree(found, wanted, dtype, slack=1):
+    for name, f, w in zip(("o", "lse", "largest", "dq", "dk", "dv"), map(to_numpy, found), wanted, strict=True):
+        blind = ~np.isfinite(w)
+        assert np.array_equal(f[blind], w[blind]), name
+        error = np.abs(f[~blind] - w[~blind]).max(initial=0)
+        assert error <= slack * TOLERANCES[dtype] * np.abs(w[~blind]).max(initial=1), (name, error)
+
+
+def draw(rng, queries, keys, width, value, heads=3 if GPU else 2, batch=2):
+    shapes = [(queries, width), (keys, width), (keys, value), (queries, value)]
+    return *(rng.normal(size=(batch, n, heads, d)) for n, d in shapes), rng.normal(size=(batch, queries, heads))
+
+
+HEADS = [(192, 128), (96, 64), (16, 48), (64, 96), (48, 16), (256, 256)]
+LENGTHS = [(33, 70), (70, 33), (1, 1), (1, 70), (64, 64)]
+
+
+@pytest.mark.parametrize("width,value", HEADS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_mask(width, value, dtype):
+    """More queries than keys, so that some see none, and fewer; blocks that stick out; widths in one part and two."""
+    rng, scale = np.random.default_rng(width), 1.3 * width**-0.5
+    lengths = LENGTHS if width == 16 or GPU else LENGTHS[:1]
+    for (queries, keys), causal in itertools.product(lengths, (False, True, "bottom_right")):
+        offset = keys - queries if causal == "bottom_right" else 0
+        arrays = [to_torch(a, dtype) for a in draw(rng, queries, keys, width, value)]
+        arrays[4] = arrays[4].float()
+        seen = np.arange(keys) <= np.arange(queries)[:, None] + offset if causal else np.ones((queries, keys), bool)
+        shape = attention.Shape(2, queries, keys, arrays[0].shape[2], width, value, scale, bool(causal), offset)
+        exact = [to_numpy(a).astype(float) for a in arrays]
+        wanted = reference(*exact, scale, np.broadcast_to(seen, (2, queries, keys)))
+        agree(every_kernel(shape, *arrays, dtype=dtype), wanted, dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences(causal):
+    """Padding in front, in the middle and at the end, with NaN in all arrays; sequences of one token, and across
+    blocks, of which one is all of an id; a row of padding; an id in two pieces, around another's. Nothing
+    is read but what `bounds` says."""
+    rng, length, dtype = np.random.default_rng(1), 150, DTYPES[0]
+    ids = np.zeros((3, length), np.int32)
+    ids[0, 2:31], ids[0, 31], ids[0, 32:110], ids[0, 120:133] = 3, 1, 2, 7
+    ids[2, :40], ids[2, 40:100], ids[2, 100:] = 5, 6, 5
+    arrays = draw(rng, length, length, 96, 32, batch=3)
+    seen = (ids[:, :, None] == ids[:, None]) & (ids != 0)[:, None]
+    if causal:
+        seen = seen & np.tril(np.ones((length, length), bool))
+    arrays = [to_numpy(to_torch(a, dtype)).astype(float) for a in arrays]
+    wanted = reference(*(np.where((ids != 0)[..., *[None] * (a.ndim - 2)], a, 0) for a in arrays), 0.2, seen)
+    for array in arrays:
+        array[ids == 0] = np.nan
+    given = [to_torch(a, dtype) for a in arrays[:4]] + [to_torch(arrays[4])]
+    shape = attention.Shape(3, length, length, arrays[0].shape[2], 96, 32, 0.2, causal, packed=True)
+    # Rows of padding are what they are without a key: 0, or -inf.
+    agree(every_kernel(shape, *given, ids, dtype=dtype), wanted, dtype)
+
+
+def test_nan_is_seen_and_very_negative_logits_are_none():
+    """Case 33 of public reports; NaN reaches what sees it and nothing else."""
+    dtype, seen = DTYPES[0], np.tril(np.ones((2, 100, 100), bool))
+    q, k, v, do, dlse = draw(np.random.default_rng(3), 100, 100, 16, 16)
+    q[..., 15], k[..., 15] = 12.0, -10.0  # every logit about -120, of which float32 has so many digits fewer
+    arrays = [to_torch(a, dtype) for a in (q, k, v, do)] + [to_torch(dlse)]
+    shape = attention.Shape(2, 100, 100, q.shape[2], 16, 16, 1.0, True)
+    exact = [to_numpy(a).astype(float) for a in arrays]
+    agree(every_kernel(shape, *arrays, dtype=dtype), reference(*exact, 1.0, seen), dtype, slack=8)
+    arrays[1][0, 40, 1, 3] = float("nan")
+    found = [to_numpy(a) for a in every_kernel(shape, *arrays, dtype=dtype)]
+    for array in found[:3]:
+        assert np.isnan(array[0, 40:, 1]).all() and np.isfinite(array[0, :40]).all()
+    for array in found:
+        assert np.isfinite(array[1]).all() and np.isfinite(array[0, :, 0]).all()
+
+
+def test_what_no_kernel_takes():
+    assert "found heads of 576 and 512 dims, wants at most 256" in attention.supports(576, 512)
+    shape = attention.Shape(1, 32, 32, 1, 32, 32, 1.0, True)
+    for changed, message in (
+        (dict(scale=0.0), "scale: found 0.0, wanted one above 0"),
+        (dict(width=512), "width, value: found .512, 32., wanted at most 256"),
+        (dict(queries=16, packed=True), "queries, keys: found .16, 32., wanted as many, where packed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention.forward(shape._replace(**changed), "bfloat16")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_bounds(causal):
+    """Against every pair of tokens: nothing that is seen lies outside, and in between all is."""
+    rng, length = np.random.default_rng(4), 90
+    rows = [np.sort(rng.integers(0, 5, length)), rng.integers(0, 3, length), np.repeat([2, 0, 1], 30), np.zeros(length)]
+    rows += [np.ones(length), np.repeat([4, 4, 9, 4, 4, 0], 15)]
+    ids = np.array(rows, np.int32)
+    seen = (ids[:, :, None] == ids[:, None]) & (ids != 0)[:, None]
+    if causal:
+        seen = seen & np.tril(np.ones((length, length), bool))
+    inner = 0
+    for (own, other), of_queries in itertools.product([(16, 8), (8, 16), (32, 32)], (True, False)):
+        found = np.asarray(bounds(ids, own, other, causal, of_queries))
+        pairs = seen if of_queries else np.swapaxes(seen, 1, 2)
+        for row, block in itertools.product(range(len(ids)), range(found.shape[1])):
+            low, begin, end, high = found[row, block]
+            assert low % other == begin % other == end % other == 0 and low <= begin <= end, (low, begin, end, high)
+            mine = pairs[row, block * own : (block + 1) * own]
+            asked = np.zeros(length, bool)
+            asked[low : max(high, begin)] = True
+            assert not mine[:, ~asked].any()
+            assert mine[:, begin:end].all()
+            inner += end - begin
+    assert inner > 0  # there is something that needs no mask
+    alone = ids[[2, 3, 4]]
+    for size, of_queries in itertools.product((16, 64), (True, False)):
+        known = bounds(alone, size, 16, causal, of_queries, alone=True)
+        assert np.array_equal(known, bounds(alone, size, 16, causal, of_queries))
