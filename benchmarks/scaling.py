@@ -33,20 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     reason = scaling_programs.missing()
     if reason is not None:
         parser.error(reason)
-    report = {
-        "card": args.card,
-        "device": scaling_programs.CARDS[args.card]["name"],
-        "memory_bytes": scaling_programs.CARDS[args.card]["memory"],
-        "compiled": "for GPUs that are not there, and not run",
-        "layers": args.layers,
-        "tokens_a_gpu": TOKENS,
-        "implementation": list(scaling_programs.IMPLEMENTATION),
-        "versions": _versions(),
-        "command": _command(args),
-        "xla_flags": scaling_programs.XLA_FLAGS,
-        "date": datetime.date.today().isoformat(),
-        "rows": [],
-    }
+    report = header(args.card, args.layers) | {"command": _command(args), "rows": []}
     with scaling_programs.Compiler() as compiler:
         for plan in PLANS:
             if plan.gpus not in args.gpus:
@@ -56,11 +43,31 @@ def main(argv: list[str] | None = None) -> int:
             report["rows"].append(row)
             print("\n".join(_lines(plan, row, report["memory_bytes"])), flush=True)
     if args.json:
-        with open(args.json + ".partial", "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1)
-            file.write("\n")
-        os.replace(args.json + ".partial", args.json)
+        write(args.json, report)
     return 0
+
+
+def header(card: str, layers: int) -> dict:
+    """What results say of themselves but for the command."""
+    return {
+        "card": card,
+        "device": scaling_programs.CARDS[card]["name"],
+        "memory_bytes": scaling_programs.CARDS[card]["memory"],
+        "compiled": "for GPUs that are not there, and not run",
+        "layers": layers,
+        "tokens_a_gpu": TOKENS,
+        "implementation": list(scaling_programs.IMPLEMENTATION),
+        "versions": _versions(),
+        "xla_flags": scaling_programs.XLA_FLAGS,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def write(path: str, report: dict) -> None:
+    with open(path + ".partial", "w", encoding="utf-8") as file:
+        json.dump(report, file, indent=1)
+        file.write("\n")
+    os.replace(path + ".partial", path)
 
 
 def described(compiled) -> dict:

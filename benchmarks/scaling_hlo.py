@@ -24,8 +24,8 @@ def collectives(text: str) -> dict[str, dict[str, int]]:
             continue
         shape, kind, start, rest = match.groups()
         shapes = _nested(shape)
-        if start and kind in ("all-gather", "reduce-scatter", "collective-permute"):
-            shapes = [shapes[1]]  # after the operands
+        if start and (isinstance(shapes[0], list) or kind != "all-reduce"):
+            shapes = [shapes[1]]  # after the operands; an all-reduce-start of jax 0.10 has results alone
         size = 1 if kind == "collective-permute" else _group(rest)
         for dtype, dims in _flat(shapes):
             if kind == "reduce-scatter":

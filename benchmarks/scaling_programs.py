@@ -55,7 +55,7 @@ CARDS = {
         memory=191514411008,
     ),
 }
-_CAPABILITY = {"h200": 90, "b200": 100}
+CAPABILITY = {"h200": 90, "b200": 100}
 
 # In order of preference, as `None` takes them on such a GPU: Blackwell refuses the fused up-projections, Hopper's.
 IMPLEMENTATION = ("cudnn", "mosaic", "triton", "xla")
@@ -169,7 +169,7 @@ class Compiler:
         from jax_mla import MLAConfig, init, logical_axes
 
         # A machine's GPUs are neighbours along the last axes.
-        devices = np.reshape(self._devices(card, plan.gpus), list(plan.axes.values()))
+        devices = np.reshape(self.devices(card, plan.gpus), list(plan.axes.values()))
         mesh = Mesh(devices, tuple(plan.axes), axis_types=(AxisType.Auto,) * len(plan.axes))
         config = MLAConfig.deepseek_v3()
 
@@ -189,7 +189,7 @@ class Compiler:
         x = array((plan.gpus, TOKENS, config.hidden_size), jnp.bfloat16, [BATCH, TOKEN_AXIS])
         return mesh, config, params, x
 
-    def _devices(self, card: str, count: int):
+    def devices(self, card: str, count: int):
         from jax.experimental import topologies
 
         topology = f"{max(1, count // A_MACHINE)}x1x{min(count, A_MACHINE)}"
@@ -205,6 +205,6 @@ class Compiler:
         from jax_mla import launches
 
         shardings = jax.tree.map(lambda a: a.sharding, outputs)
-        with launches.triton.compile_for(_CAPABILITY[card]), jax.set_mesh(mesh):
+        with launches.triton.compile_for(CAPABILITY[card]), jax.set_mesh(mesh):
             traced = jax.jit(step, out_shardings=shardings, donate_argnums=donate).trace(*arguments)
             return traced.lower(lowering_platforms=("cuda",)).compile()

@@ -71,6 +71,19 @@ def calls(*reports: dict) -> str:
     )
 
 
+def example(report: dict) -> str:
+    """Markdown: the example's training step on each GPU."""
+    head = ["GPUs", "mesh", "arguments", "temporaries", "gathered", "scattered", "summed", "sent"]
+    lines = []
+    for row in report["rows"]:
+        step = row["step"]
+        found = [step["collectives"].get(kind, {}) for kind in KINDS]
+        sizes = [step["argument_bytes"], step["temporary_bytes"], *(total(arrays) for arrays in found[:3])]
+        sizes.append(sum(sent(kind, arrays) for kind, arrays in zip(KINDS, found, strict=True)))
+        lines.append([str(row["gpus"]), str(Plan(**row["mesh"])), *(f"{n / MB:,.0f}" for n in sizes)])
+    return _markdown(head, lines)
+
+
 def by_heads(report: dict) -> str:
     """Markdown: what fsdp over the heads of wo saves."""
     lines = []
@@ -131,6 +144,8 @@ if __name__ == "__main__":
         if name.endswith(".json"):
             with open(name, encoding="utf-8") as file:
                 results.append(json.load(file))
+    if "step" in results[0]["rows"][0]:
+        sys.exit(print(example(results[0])))
     print(layers(results[0]), stacks(*results), calls(*results), by_heads(results[0]), sep="\n\n")
     if sys.argv[-1].endswith(".png"):
         picture(sys.argv[-1], results[0])

@@ -19,7 +19,8 @@ from jax_mla.params import specs
 
 ROOT = Path(__file__).resolve().parent.parent
 CARDS = ("h200", "b200")
-REPORTS = {card: json.loads((ROOT / "benchmarks" / "results" / f"scaling-{card}.json").read_text()) for card in CARDS}
+RESULTS = ROOT / "benchmarks" / "results"
+REPORTS = {card: json.loads((RESULTS / f"scaling-{card}.json").read_text()) for card in CARDS}
 PAGE = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
 ROWS = [(card, row) for card, report in REPORTS.items() for row in report["rows"]]
 each_row = pytest.mark.parametrize("card, row", ROWS, ids=lambda v: v if isinstance(v, str) else str(Plan(**v["mesh"])))
@@ -43,7 +44,12 @@ def amounts(found: dict) -> Counter:
 
 
 def sorted_dims(arrays: dict) -> Counter:
-    return Counter({(d, tuple(sorted(s)), g): n for text, n in arrays.items() for d, s, g in [model.split(text)]})
+    """Arrays whatever the order of their dims."""
+    counted = Counter()
+    for text, times in arrays.items():
+        dtype, shape, group = model.split(text)
+        counted[dtype, tuple(sorted(shape)), group] += times
+    return counted
 
 
 def test_the_arithmetic_is_of_deepseek_v3():
@@ -152,6 +158,7 @@ def test_collectives_are_read_from_text():
 
 %body.1 (q: (s32[], f32[2])) -> (s32[], f32[2]) {
   %all-reduce-start = (f32[2]{0}, /*index=1*/f32[3,5]{1,0}) all-reduce-start(%a, %b), replica_groups=[2,4]<=[4,2]T(1,0)
+  %all-reduce-start.1 = ((f32[7]{0}), f32[7]{0}) all-reduce-start(%d), replica_groups={{0,1}}, to_apply=%add
   %all-reduce-done = (f32[2]{0}, f32[3,5]{1,0}) all-reduce-done(%all-reduce-start)
   %s = f32[1,3]{1,0} reduce-scatter(%c), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%add
   %k = (bf16[2]{0}) custom-call(%a), custom_call_target="ours"
@@ -169,7 +176,7 @@ ENTRY %main (x: bf16[1,4]) -> bf16[8,4] {
 """  # noqa: E501
     assert scaling_hlo.collectives(text) == {
         "all-gather": {"bf16[16] over 8": 1, "bf16[6] over 3": 1, "bf16[8,4] over 8": 1, "f32[4] over 4": 1},
-        "all-reduce": {"f32[2] over 4": 61, "f32[3,5] over 4": 61},
+        "all-reduce": {"f32[2] over 4": 61, "f32[3,5] over 4": 61, "f32[7] over 2": 61},
         "all-to-all": {"bf16[8,4] over 2": 1},
         "collective-permute": {"f32[2] over 1": 1},
         "reduce-scatter": {"f32[8,3] over 8": 61},
@@ -197,6 +204,37 @@ def test_what_is_missing_is_named(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         scaling.main(["--gpus", "8"])
     assert "found no jax-cuda13-pjrt, wanted what extra `cuda` installs" in capsys.readouterr().err
+
+
+EXAMPLE = [json.loads((RESULTS / f"scaling-example-{card}.json").read_text()) for card in CARDS]
+
+
+@pytest.mark.parametrize("report", EXAMPLE, ids=CARDS)
+def test_the_examples_training_step(report):
+    """Four blocks of DeepSeek-V3's dims by the example's own `train_step`: its attention says what the arithmetic says,
+    the rest gathers weights alone, and once."""
+    M, F, vocabulary, layers = model.M, report["ffn_dim"], 256, report["layers"]
+    for row in report["rows"]:
+        plan, step = Plan(**row["mesh"]), row["step"]
+        spread = 3 * layers * M * F + 2 * vocabulary * M  # over fsdp and tp
+        numbers = layers * (model.parameters(plan) + 2 * M) + M + spread // (plan.fsdp * plan.tp)
+        batch = model.rows(plan) * (TOKENS + 1)  # bytes of text
+        assert step["argument_bytes"] == 3 * 4 * numbers + batch + 2 * 4, "parameters, moments, windows, counters"
+        found, wanted = step["collectives"], model.collectives(plan, None, layers)
+        gathered = Counter(found["all-gather"])
+        gathered.subtract(wanted["all-gather"])
+        mlp = {("bf16", tuple(sorted((M, F // plan.tp))), plan.fsdp): 3 * layers}
+        ends = {(d, tuple(sorted((M, vocabulary // plan.tp))), plan.fsdp): 1 for d in ("bf16", "f32")}
+        assert +sorted_dims(gathered) == Counter(mlp | ends)
+        scattered = sorted_dims(found["reduce-scatter"])
+        scattered.subtract(sorted_dims(wanted["reduce-scatter"]))
+        assert +scattered == Counter(mlp | ends)
+        bf16 = {text: n for text, n in wanted.get("all-reduce", {}).items() if text.startswith("bf16")}
+        assert all(found["all-reduce"][text] >= n for text, n in bf16.items())
+        assert step["custom_calls"]["__cudnn$fmhaSoftmaxBackward"] == layers
+    assert report["command"] in PAGE
+    if report["card"] == "h200":
+        assert scaling_table.example(report) in PAGE
 
 
 COMPILED = """
