@@ -8,7 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import attention_cudnn, attention_triton, blockwise, checks, dispatch, operands, segments, sharding
+from jax_mla import (
+    attention_cudnn,
+    attention_mxfp8,
+    attention_triton,
+    blockwise,
+    checks,
+    dispatch,
+    operands,
+    segments,
+    sharding,
+)
 from jax_mla.mxfp8_bits import BLOCK
 from jax_mla.operands import Operand
 
@@ -169,7 +179,9 @@ _BACKWARD = "b T h D, b S h D, b S h V, b T, b S, b T h V, b T h, b T h V, b T h
 
 
 def _run(direction: str, static: Static, dtype, q, k, v, *arrays):
-    """One pass on the values of q, k and v in `dtype`."""
+    """One pass on the values of q, k and v in `dtype`; the forward one on codes where a kernel reads them."""
+    if direction == "forward" and attention_mxfp8.supports(static, q, k, v, arrays[0]) is None:
+        return attention_mxfp8.forward(static, q, k, v)
     q, k, v = (operands.read(x, dtype, usage) for x, usage in zip((q, k, v), _READ, strict=True))
     choice = static.implementation
     if choice is None and arrays[0] is not None:
