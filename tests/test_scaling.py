@@ -142,6 +142,19 @@ def test_the_page_is_the_committed_results():
     for report in reports:
         assert report["command"] in PAGE
         assert f"jax {report['versions']['jax']}" in PAGE
+    # What the prose quotes.
+    need = {str(Plan(**r["mesh"])): scaling_table.peak(r["stack"]["latents"]) / 2**30 for r in reports[0]["rows"]}
+    said = {str(plan): sum(model.sent(kind, a) for kind, a in model.collectives(plan).items()) for plan in PLANS}
+    for quoted in (
+        f"{need['fsdp=256']:.1f} GiB on 256 GPUs",
+        f"{need['fsdp=8']:.1f} on 8",
+        f"{need['dp=32 x fsdp=8'] - need['fsdp=256']:.0f} GiB more",
+        f"sends {said['fsdp=4 x tp=2'] / said['fsdp=8']:.2f} times as much as fsdp=8, for"
+        f" {need['fsdp=4 x tp=2'] - need['fsdp=8']:.0f} GiB more",
+        f"({model.network(Plan(fsdp=32, tp=8)) / 1e6:.0f} MB against {model.network(Plan(fsdp=256)) / 1e6:.0f})",
+        f"{said['fsdp=8'] / 1e6:,.0f} MB that fsdp=8 sends take {said['fsdp=8'] / 450e6:.1f} ms",
+    ):
+        assert quoted in " ".join(PAGE.split()), quoted
     # Both cards' programs say the same.
     for ours, other in zip(*(report["rows"] for report in reports), strict=True):
         assert ours["layer"]["collectives"] == other["layer"]["collectives"]
