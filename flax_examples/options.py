@@ -95,7 +95,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--mesh",
         type=mesh.parse,
         metavar="AXIS=N,...",
-        help="train on all devices: " + "; ".join(f"{axis}: {what}" for axis, what in mesh.AXES.items()),
+        help="train on all devices (with --resume, to be given again): "
+        + "; ".join(f"{axis}: {what}" for axis, what in mesh.AXES.items()),
     )
     add("--cpu-devices", type=_integer(1, 1024), metavar="N", help="make that many devices of the CPU, to try a mesh")
     add("--distributed", action="store_true", help="one of several processes that the cluster's scheduler has started")
