@@ -45,6 +45,8 @@ def attention(
     q: floating [B, T, H, D]; k: [B, S, H, D]; v: [B, S, H, V], all of one dtype. scale: Python float, None is D^-0.5
     (an explicit 0.0 is honoured). All three may be an `MXFP8Tensor`, token_axis -3; both passes compute with the values
     of the copies whose blocks run along what the forward pass contracts: q and k row-wise (D), v column-wise (S).
+    (On a B200 "cudnn" by name multiplies codes in the forward pass, where NVIDIA's kernel fits them, and rounds
+    probabilities to E4M3: docs/blackwell.md. Not run on one.)
     causal: True lets query i see keys j <= i (top-left, as `jax.nn`); "bottom_right" keys j <= i + S - T; False all.
     segment_ids: integers [B, T], one id a token: queries see keys of their own id only; 0 is padding, whose rows give 0
     and whose values (NaN too) reach nothing. kv_segment_ids [B, S]: the keys' ids, by default segment_ids, which then

@@ -93,9 +93,9 @@ def topology():
     return topologies.get_topology_desc(platform="cuda", topology_name="", target_config=text, topology="1x1x4")
 
 
-def runs_on(capability: int) -> str:
+def runs_on(capability: int, launcher=cudnn) -> str:
     with compile_for(capability):
-        return cudnn.unavailable() or ""
+        return launcher.unavailable() or ""
 
 
 # (tokens, rank, heads): what the kernel's scheduler or its scales would run past the end for, and a size it checks.
@@ -201,24 +201,28 @@ def shapes(tree) -> list[str]:
 
 
 def kernels(folder: Path) -> dict:
-    """Of each kernel that was compiled: its MMAs in PTX and in machine code, what it uses of an SM."""
+    """Of each kernel that was compiled."""
+    return {
+        "mxfp8" if "Float8E8M0" in path.name else "bfloat16": kernel(path) for path in sorted(folder.glob("*.cubin"))
+    }
+
+
+def kernel(path: Path) -> dict:
+    """Its MMAs in PTX and in machine code, what it uses of an SM."""
     tools = Path(find_spec("triton").origin).parent / "backends" / "nvidia" / "bin"
 
     def read(tool, *arguments):
         return subprocess.run([tools / tool, *arguments], check=True, capture_output=True, text=True).stdout
 
-    found = {}
-    for path in sorted(folder.glob("*.cubin")):
-        ptx = path.with_suffix(".ptx").read_text(encoding="utf-8")
-        usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", read("cuobjdump", "-res-usage", path)))
-        found["mxfp8" if "Float8E8M0" in path.name else "bfloat16"] = {
-            "target": re.findall(r"^\.target (\w+)", ptx, re.MULTILINE),
-            "ptx": Counter(re.findall(r"tcgen05\.mma[\w.:]*", ptx)),
-            "sass": Counter(re.findall(r"\bUTC\w*MMA\b", read("nvdisasm", path))),
-            "registers": int(usage["REG"]),
-            "spilled bytes": int(usage["STACK"]) + int(usage["LOCAL"]),
-        }
-    return found
+    ptx = path.with_suffix(".ptx").read_text(encoding="utf-8")
+    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", read("cuobjdump", "-res-usage", path)))
+    return {
+        "target": re.findall(r"^\.target (\w+)", ptx, re.MULTILINE),
+        "ptx": Counter(re.findall(r"tcgen05\.mma[\w.:]*", ptx)),
+        "sass": Counter(re.findall(r"\bUTC\w*MMA\b", read("nvdisasm", path))),
+        "registers": int(usage["REG"]),
+        "spilled bytes": int(usage["STACK"]) + int(usage["LOCAL"]),
+    }
 
 
 def vmapped() -> dict:
@@ -234,7 +238,7 @@ def vmapped() -> dict:
 
 
 def layer(implementation) -> int:
-    """How often a layer's training step launches NVIDIA's kernel."""
+    """How often a layer's training step launches NVIDIA's kernels."""
     config = dataclasses.replace(MLAConfig.deepseek_v3(), hidden_size=256, num_heads=8)
     params = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
 

@@ -1,13 +1,18 @@
 """Opt-in, by `.ci/blackwell`: what can be said of `implementation="cudnn"` without a Blackwell GPU. Programs are
-lowered for CUDA, NVIDIA's kernel is compiled for sm_100a and looked at, whole programs are compiled by XLA for B200s,
-all by `tests/blackwell.py`. Not run on Blackwell.
+lowered for CUDA, NVIDIA's kernels are compiled for sm_100a and looked at, whole programs are compiled by XLA for B200s,
+all by `tests/blackwell.py` and `tests/blackwell_attention.py`. Not run on Blackwell.
 """
 
 import os
 
+import numpy as np
 import pytest
+from jax_mla.ffi import cudnn_attention_mxfp8
+from test_attention_mxfp8 import place
 from test_gpu_programs import pjrt
 from test_lowering import LOWERING, script
+
+from jax_mla import swizzle_scales
 
 NEEDS = ("cudnn", "cutlass", *LOWERING)
 
@@ -78,5 +83,78 @@ def test_shard_map_and_vmap(found):
 
 
 def test_the_layer_uses_it(found):
-    """By itself, and where it is named first."""
-    assert found["layer"] == [1, 1, 0]
+    """By itself, and where it is named first, attention's kernel with it."""
+    assert found["layer"] == [1, 2, 0]
+
+
+# --- Attention of MXFP8 tensors --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def attends():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([pjrt(), os.environ.get("PYTHONPATH", "")]))
+        return script("blackwell_attention.py", needs=NEEDS)
+
+
+def test_attention_is_for_compute_capability_10_0_alone(attends):
+    assert attends["runs on"].pop("100") == ""
+    assert sorted(attends["runs on"]) == ["103", "120", "90"] and all(attends["runs on"].values())
+
+
+def test_nvidias_file_is_specialised_as_our_contract_says(attends):
+    """Heads of 192 and 128, tiles of 128, the tiles of scales that it is handed; causal from the top left or no mask,
+    natural lse, no sink, not packed, probabilities in E4M3."""
+    for how, settings in attends["settings"].items():
+        assert (settings["dims"], settings["tiles"]) == ([192, 128], [128, 128])
+        assert settings["scales"] == [cudnn_attention_mxfp8.SCALES_QK] * 2 + [cudnn_attention_mxfp8.SCALES_V]
+        assert bool(settings["masks"]) == (how == "causal") and settings["split"] == 1
+        assert not any(settings["others"]) and settings["dtypes"] == ["Float8E4M3FN", "BFloat16"]
+
+
+def test_scales_lie_where_nvidias_rule_puts_them(attends):
+    """Of (row, block) in the two atoms of a head's 192 dims, padded to 256; and `swizzle_scales` puts them there."""
+    assert attends["scales"] == place(np.arange(128)[:, None], np.arange(8)).tolist()
+    scales = np.random.default_rng(0).integers(0, 255, (1, 256, 1, 6)).astype(np.uint8)
+    tiles = np.asarray(swizzle_scales(scales, token_axis=-3)).reshape(2, 1024)
+    found = tiles[:, np.asarray(attends["scales"])[:, :6]].reshape(256, 6)
+    np.testing.assert_array_equal(found, scales[0, :, 0])
+
+
+@pytest.mark.parametrize("how", ["causal", "full"])
+def test_nvidias_attention_for_sm_100a(attends, how):
+    """Both products are block-scaled, by pairs of SMs. It spills 32 bytes a thread."""
+    kernel = attends["kernels"][how]
+    assert kernel["target"] == ["sm_100a"] and kernel["ptx"]
+    assert all("cta_group::2.kind::mxf8f6f4.block_scale.block32" in instruction for instruction in kernel["ptx"])
+    assert kernel["sass"] == {"UTCQMMA": sum(kernel["ptx"].values())}
+    assert kernel["registers"] <= 128 and kernel["spilled bytes"] <= 32
+
+
+@pytest.mark.parametrize("how", ["causal", "full"])
+def test_attention_forward_and_backward_for_one_b200(attends, how):
+    """Beside NVIDIA's kernel: three quantised, three of scales tiled, three dequantised for cuDNN's backward pass."""
+    program = attends["programs"][how]
+    assert program["lowered"] == program["compiled"] == {"triton": 9, "cudnn": 1, "cudnn backward": 1}
+    assert program["results"] == ["bf16[2,1024,16,128], f32[2,16,1024], f32[1]"]
+
+
+def test_who_does_not_name_it_gets_bfloat16(attends):
+    """Three quantised; three dequantised, for either pass."""
+    assert attends["unnamed"] == {"triton": 9, "cudnn forward": 1, "cudnn backward": 1}
+
+
+@pytest.mark.parametrize("mesh", ["explicit", "auto"])
+def test_attention_for_four_b200s(attends, mesh):
+    """Rows over two, heads over two: each device launches it on its share, and nothing moves."""
+    program = attends[mesh]
+    assert program["compiled"] == {"triton": 9, "cudnn": 1, "cudnn backward": 1}
+    assert program["results"] == ["bf16[1,1024,8,128], f32[1,8,1024], f32[1]"] and not program["moved"]
+
+
+def test_lse_with_a_gradient_is_refused_as_before(attends):
+    assert "found heads of 192 and 192 dims as cuDNN is given them" in attends["wider lse"]
+
+
+def test_attention_under_vmap_loops(attends):
+    assert attends["vmap"] == {"calls": 1, "loops": 1}
