@@ -53,6 +53,7 @@ def main() -> None:
             found["wider lse"] = refused(devices[0])
             found["explicit"] = program(True, devices[0], mesh)
             found["auto"] = program(True, devices[0], auto)
+            found["shard_map"] = manual(mesh)
             found["vmap"] = vmapped()
     print(json.dumps(found))
 
@@ -138,6 +139,19 @@ def compiled(folder: Path) -> dict:
     for path in [*paths, *folder.glob("*.ptx")]:
         path.unlink()
     return found
+
+
+def manual(mesh) -> Counter:
+    """Inside `shard_map`, which checks what differs between devices."""
+    spec = PartitionSpec("data", None, "model")
+
+    def step(q, k, v, do):
+        o, pullback = jax.vjp(lambda *a: forward("cudnn", True, *a), q, k, v)
+        return o, pullback(do)
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec, (spec,) * 3))
+    text = jax.jit(mapped).trace(*arguments(None, mesh)).lower(lowering_platforms=("cuda",)).as_text()
+    return named(re.findall(r"custom_call @([\w$]+)", text))
 
 
 def vmapped() -> dict:

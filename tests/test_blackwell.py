@@ -156,5 +156,7 @@ def test_lse_with_a_gradient_is_refused_as_before(attends):
     assert "found heads of 192 and 192 dims as cuDNN is given them" in attends["wider lse"]
 
 
-def test_attention_under_vmap_loops(attends):
+def test_attention_in_shard_map_and_vmap(attends):
+    """Inside the first each device launches it on its share; the second loops."""
+    assert attends["shard_map"] == {"triton": 9, "cudnn": 1, "cudnn backward": 1}
     assert attends["vmap"] == {"calls": 1, "loops": 1}
