@@ -11,7 +11,6 @@ from jax_mla import launches
 from jax_mla.ffi import triton
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-MULTIPLE = 16  # of a head's dims
 OLDEST = 80  # compute capability
 MOST = 2**31  # programs of a launch
 
@@ -19,7 +18,7 @@ MOST = 2**31  # programs of a launch
 def supports(static=None, *args) -> str | None:
     if static is None:
         return _unavailable()
-    return _misfit(static, *args) or _unavailable() or _too_wide(*args)
+    return _misfit(static, *args) or _unavailable() or _other_heads(*args)
 
 
 def _unavailable() -> str | None:
@@ -30,7 +29,7 @@ def _unavailable() -> str | None:
 
 
 def _misfit(static, q, k, v, q_ids, k_ids) -> str | None:
-    (batch, length, heads, width), keys, value = q.shape, k.shape[1], v.shape[3]
+    (batch, length, heads, _), keys = q.shape, k.shape[1]
     if q.dtype not in DTYPES:
         return f"found operands in {q.dtype}, wants bfloat16 or float16"
     if static.own_order:
@@ -39,14 +38,12 @@ def _misfit(static, q, k, v, q_ids, k_ids) -> str | None:
         return f"found scale={static.scale}, wants one above 0"
     if 0 in (*q.shape, *v.shape):
         return f"found an empty dim in q {list(q.shape)}, v {list(v.shape)}"
-    if width % MULTIPLE or value % MULTIPLE:
-        return f"found heads of {width} and {value} dims, wants multiples of {MULTIPLE}"
     if batch * max(length, keys) * heads >= MOST:
         return f"found {batch} rows of {max(length, keys)} tokens of {heads} heads, wants fewer than 2^31 in all"
     return None
 
 
-def _too_wide(q, k, v, *ids) -> str | None:
+def _other_heads(q, k, v, *ids) -> str | None:
     from jax_mla.kernels import attention as kernels
 
     return kernels.supports(q.shape[3], v.shape[3])
@@ -88,7 +85,7 @@ def _of_ids(ids: jax.Array, alone: bool) -> tuple[jax.Array, jax.Array, jax.Arra
 
 
 def bounds(ids: jax.Array, own: int, other: int, causal: bool, of_queries: bool, alone: bool = False) -> jax.Array:
-    """What `kernels.attention.Shape` wants of packed rows of ids [B, T]: int32 [B, blocks, 4], of blocks of `own`
+    """What `kernels.attention.Shape` wants of packed rows of ids [B, T]: int32 [B, blocks, 5], of blocks of `own`
     queries, or keys, that read `other` keys, or queries, at a time."""
     length, live = ids.shape[1], ids != 0
     blocks = -(-length // own)
@@ -106,16 +103,17 @@ def bounds(ids: jax.Array, own: int, other: int, causal: bool, of_queries: bool,
     start, stop = least(first, live), most(last, live)
     one = (most(first, live) == start) & (least(last, live) == stop) & jnp.all(block(live, True), axis=2)
     one = one & (most(count, live) == stop - start)
-    low, begin, end, high = start, start, stop, stop
+    first, begin, end, high = start, start, stop, stop
     if causal:
         at = own * jnp.arange(blocks, dtype=jnp.int32)
         if of_queries:
             high, end = jnp.minimum(high, at + own), jnp.minimum(end, at + 1)
         else:
-            low, begin = jnp.maximum(low, at), jnp.maximum(begin, at + own - 1)
-    begin = -(-jnp.where(one, begin, high) // other) * other
-    end = jnp.maximum(jnp.where(one, end, high) // other * other, begin)
-    return jnp.stack([jnp.minimum(low // other * other, begin), begin, end, high], axis=2).astype(jnp.int32)
+            first, begin = jnp.maximum(first, at), jnp.maximum(begin, at + own - 1)
+    first = jnp.minimum(first, high)
+    begin = -(-begin // other) * other
+    end = jnp.maximum(end // other * other, begin)
+    return jnp.stack([first, begin, end, high, one], axis=2).astype(jnp.int32)
 
 
 def _packing(static, shape, op: str, q, ids) -> tuple[jax.Array, jax.Array]:

@@ -16,18 +16,29 @@ from .launch import Launch, cdiv, power_of_two, require
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
+# What masks a loop over tokens, or a block of them.
+FREE = tl.constexpr(0)  # nothing: they are there, and seen
+BOUND = tl.constexpr(1)  # where they begin and end
+BY_ID = tl.constexpr(2)  # their ids, too
+
+
 @triton.jit
-def read(x, token, live, dim, dims, STRIDE: tl.constexpr):
+def read(x, token, live, dim, dims: tl.constexpr, STRIDE: tl.constexpr, WHOLE: tl.constexpr):
     """x[token, dim] of a head, the two as columns and rows in either order; 0 for tokens that are not live, whatever is
-    there: 0 times NaN is NaN."""
-    return tl.load(x + token.to(tl.int64) * STRIDE + dim, mask=live & (dim < dims), other=0)
+    there: 0 times NaN is NaN. WHOLE: all are, and no dim is past the last."""
+    at = x + token.to(tl.int64) * STRIDE + dim
+    if WHOLE:
+        values = tl.load(at)
+    else:
+        values = tl.load(at, mask=live & (dim < dims), other=0)
+    return values
 
 
 @triton.jit
-def live_tokens(ids, token, tokens, PACKED: tl.constexpr):
-    """Which tokens there are and are no padding, and their ids."""
-    live, found = token < tokens, token
-    if PACKED:
+def live_tokens(ids, token, least, most, MASK: tl.constexpr):
+    """Which tokens, of those from `least` to `most`, are no padding, and their ids."""
+    live, found = (token >= least) & (token < most), token
+    if MASK == BY_ID:
         found = tl.load(ids + token, mask=live, other=0)
         live = found != 0
     return live, found
@@ -40,12 +51,12 @@ def write(x, values, token, dim, tokens, dims, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def seen_keys(row, key, live, q_id, k_id, OFFSET: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr):
+def seen_keys(row, key, live, q_id, k_id, OFFSET: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr):
     """Whether query `row` sees `key`, the two as a column and a row in either order, one of them `live`."""
     seen = live
     if CAUSAL:
         seen = seen & (key <= row + OFFSET)
-    if PACKED:
+    if MASK == BY_ID:
         seen = seen & (q_id == k_id)
     return seen
 
@@ -59,45 +70,49 @@ def place(TOKENS: tl.constexpr, SIZE: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def span(bounds, batch, block, BLOCKS: tl.constexpr):
-    """The four of a block."""
-    at = bounds + (batch * BLOCKS + block) * 4
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+def span(bounds, batch, block, BLOCKS: tl.constexpr, OTHER: tl.constexpr):
+    """What a packed block reads: from `first` to `high`, by id from `low` to `mixed` if it is not of one id, and else
+    from `low` to `begin`, freely to `end`, and to `high`."""
+    at = bounds + (batch * BLOCKS + block) * 5
+    first, begin, end, high, one = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4) != 0
+    low = first // OTHER * OTHER
+    mixed = tl.where(one, low, high)
+    return first, low, mixed, tl.where(one, begin, low), tl.where(one, end, low), tl.where(one, high, low)
 
 
 @triton.jit
 def keys_of(bounds, batch, block, T: tl.constexpr, S: tl.constexpr, CAUSAL: tl.constexpr, OFFSET: tl.constexpr,
             PACKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Of a block of queries where the keys begin and end that any sees, and in between those that all see."""
+    """As `span`, of a block of queries."""
     if PACKED:
-        low, begin, end, high = span(bounds, batch, block, (T + BM - 1) // BM)
+        first, low, mixed, begin, end, high = span(bounds, batch, block, (T + BM - 1) // BM, BN)
     else:
-        low, begin, end, high = 0, 0, S, S
+        first, low, mixed, begin, end, high = 0, 0, 0, 0, S, S
         if CAUSAL:
             high = tl.maximum(tl.minimum(S, (block + 1) * BM + OFFSET), 0)
             end = tl.maximum(tl.minimum(S, block * BM + OFFSET + 1), 0)
         end = end // BN * BN
-    return low, begin, end, high
+    return first, low, mixed, begin, end, high
 
 
 @triton.jit
-def _keys(total, largest, acc, q0, q1, k, v, k_ids, q_id, row, low, high, T, S, SCALE: tl.constexpr,
-          OFFSET: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, H: tl.constexpr,
-          D: tl.constexpr, V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BV: tl.constexpr,
-          BN: tl.constexpr):  # fmt: skip
-    """The online softmax over key blocks from `low` to `high`. MASKED: not every query sees every key of them."""
+def _keys(total, largest, acc, q0, q1, k, v, ids, q_id, row, low, high, least, most, SCALE: tl.constexpr,
+          OFFSET: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+          V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """The online softmax over key blocks from `low` to `high`, of keys from `least` to `most`."""
     FACTOR: tl.constexpr = SCALE * LOG2E
+    WHOLE: tl.constexpr = (MASK == FREE) & (D0 + D1 == D) & (BV == V)
     d0, d1, dv = tl.arange(0, D0), tl.arange(0, max(D1, 16)), tl.arange(0, BV)
     for start in range(low, high, BN):
         key = start + tl.arange(0, BN)
-        live, k_id = live_tokens(k_ids, key, S, PACKED and MASKED)
-        logits = tl.dot(q0, read(k, key[None, :], live[None, :], d0[:, None], D, H * D))
+        live, k_id = live_tokens(ids, key, least, most, MASK)
+        logits = tl.dot(q0, read(k, key[None, :], live[None, :], d0[:, None], D, H * D, WHOLE))
         if D1:
-            logits = tl.dot(q1, read(k, key[None, :], live[None, :], D0 + d1[:, None], D, H * D), logits)
-        values = read(v, key[:, None], live[:, None], dv[None, :], V, H * V)
-        if MASKED:
+            logits = tl.dot(q1, read(k, key[None, :], live[None, :], D0 + d1[:, None], D, H * D, WHOLE), logits)
+        values = read(v, key[:, None], live[:, None], dv[None, :], V, H * V, WHOLE)
+        if MASK != FREE:
             seen = seen_keys(
-                row[:, None], key[None, :], live[None, :], q_id[:, None], k_id[None, :], OFFSET, CAUSAL, PACKED
+                row[:, None], key[None, :], live[None, :], q_id[:, None], k_id[None, :], OFFSET, CAUSAL, MASK
             )
             logits = tl.where(seen, logits, float("-inf"))
         new = tl.maximum(largest, tl.max(logits, axis=1))
@@ -122,23 +137,26 @@ def forward_kernel(q, k, v, ids, bounds, o, lse, maxima, T: tl.constexpr, S: tl.
     q += batch * T * H * D + head * D
     k += batch * S * H * D + head * D
     v += batch * S * H * V + head * V
-    live, q_id = live_tokens(ids + batch * T, row, T, PACKED)
-    q0 = read(q, row[:, None], live[:, None], d0[None, :], D, H * D)
+    live, q_id = live_tokens(ids + batch * T, row, 0, T, BY_ID if PACKED else BOUND)
+    q0 = read(q, row[:, None], live[:, None], d0[None, :], D, H * D, False)
     q1 = q0
     if D1:
-        q1 = read(q, row[:, None], live[:, None], D0 + d1[None, :], D, H * D)
-    low, begin, end, high = keys_of(bounds, batch, block, T, S, CAUSAL, OFFSET, PACKED, BM, BN)
+        q1 = read(q, row[:, None], live[:, None], D0 + d1[None, :], D, H * D, False)
+    first, low, mixed, begin, end, high = keys_of(bounds, batch, block, T, S, CAUSAL, OFFSET, PACKED, BM, BN)
     ids += batch * S
     total = tl.zeros((BM,), tl.float32)
     largest = tl.full((BM,), float("-inf"), tl.float32)
     acc = tl.zeros((BM, BV), tl.float32)
+    most = tl.maximum(mixed, high)
     if PACKED:
-        total, largest, acc = _keys(total, largest, acc, q0, q1, k, v, ids, q_id, row, low, begin, T, S, SCALE, OFFSET,
-                                    CAUSAL, True, PACKED, H, D, V, D0, D1, BV, BN)  # fmt: skip
-    total, largest, acc = _keys(total, largest, acc, q0, q1, k, v, ids, q_id, row, begin, end, T, S, SCALE, OFFSET,
-                                CAUSAL, False, PACKED, H, D, V, D0, D1, BV, BN)  # fmt: skip
-    total, largest, acc = _keys(total, largest, acc, q0, q1, k, v, ids, q_id, row, end, high, T, S, SCALE, OFFSET,
-                                CAUSAL, True, PACKED, H, D, V, D0, D1, BV, BN)  # fmt: skip
+        total, largest, acc = _keys(total, largest, acc, q0, q1, k, v, ids, q_id, row, low, mixed, first, most, SCALE,
+                                    OFFSET, CAUSAL, BY_ID, H, D, V, D0, D1, BV, BN)  # fmt: skip
+        total, largest, acc = _keys(total, largest, acc, q0, q1, k, v, ids, q_id, row, low, begin, first, most, SCALE,
+                                    OFFSET, CAUSAL, BOUND, H, D, V, D0, D1, BV, BN)  # fmt: skip
+    total, largest, acc = _keys(total, largest, acc, q0, q1, k, v, ids, q_id, row, begin, end, first, most, SCALE,
+                                OFFSET, CAUSAL, FREE, H, D, V, D0, D1, BV, BN)  # fmt: skip
+    total, largest, acc = _keys(total, largest, acc, q0, q1, k, v, ids, q_id, row, end, high, first, most, SCALE,
+                                OFFSET, CAUSAL, BOUND, H, D, V, D0, D1, BV, BN)  # fmt: skip
     blind = (largest == float("-inf")) & (total == 0)
     at = (batch * T + row) * H + head
     logit = tl.where(total != total, float("nan"), largest * SCALE)  # the maximum passes over NaN, the sum does not
@@ -150,13 +168,15 @@ def forward_kernel(q, k, v, ids, bounds, o, lse, maxima, T: tl.constexpr, S: tl.
 
 # --- Launches -----------------------------------------------------------------------------------------------------
 
-WIDEST = 256  # a head's D and V: accumulators are in registers
+# Of a head's D and V. Wider ones do not fit into registers; for narrower ones (tried: 32, 40, 48) compiled kernels gave
+# wrong results on an H200 with triton 3.6, the interpreter right ones: why, is not known.
+NARROWEST, WIDEST, MULTIPLE = 64, 256, 32
 
 
 def supports(width: int, value: int) -> str | None:
     """Why there are no kernels for heads of these dims, or None."""
-    if max(width, value) > WIDEST:
-        return f"found heads of {width} and {value} dims, wants at most {WIDEST}"
+    if min(width, value) < NARROWEST or max(width, value) > WIDEST or width % MULTIPLE or value % MULTIPLE:
+        return f"found heads of {width} and {value} dims, wants {NARROWEST} to {WIDEST}, multiples of {MULTIPLE}"
     return None
 
 
@@ -170,9 +190,9 @@ def parts(width: int) -> tuple[int, int]:
 class Shape(NamedTuple):
     """What an attention is of. causal: query i sees keys j <= i + offset. scale > 0. packed: of T = S tokens
     with ids, int32 [B, T], of which 0 is padding, a query sees keys of its own id only. Then every launch is told,
-    int32 [B, blocks, 4], what its blocks are to read: from where to where (first and last of the four), and in between
-    from where to where every pair of tokens is of one id, and causal. The first three are multiples of the tile's other
-    size. (Else ids and bounds are not read, and any array will do.)"""
+    int32 [B, blocks, 5], what its blocks read: of the five, from the first to the fourth, and if the fifth is not 0
+    the block is of one id, and so is all that, from the second to the third seen by the whole block: these two are
+    multiples of the tile's other size. (Else ids and bounds are not read, and any array will do.)"""
 
     batch: int
     queries: int
@@ -187,7 +207,7 @@ class Shape(NamedTuple):
 
     def check(self) -> None:
         dims = self.width, self.value
-        require(supports(*dims) is None, "width, value", dims, f"at most {WIDEST}")
+        require(supports(*dims) is None, "width, value", dims, f"{NARROWEST} to {WIDEST}, multiples of {MULTIPLE}")
         require(self.scale > 0, "scale", self.scale, "one above 0")
         tokens = self.queries, self.keys
         require(not self.packed or tokens == (self.keys,) * 2, "queries, keys", tokens, "as many, where packed")
@@ -202,7 +222,7 @@ class Shape(NamedTuple):
 
 
 def tile_of(op: str, shape: Shape, arch: int | None) -> Tile:
-    table = TABLES.get(arch, TABLES[HOPPER])["attention " + op]
+    table = TABLES.get(arch, TABLES[HOPPER])[f"attention {op}{', packed' if shape.packed else ''}"]
     return next(tile for most, tile in table if sum(parts(shape.width)) + power_of_two(shape.value) <= most)
 
 

@@ -8,53 +8,72 @@ float32 of q's size is in memory, for two products more than a kernel that makes
 import triton
 import triton.language as tl
 
-from .attention import LOG2E, Shape, keys_of, live_tokens, place, read, seen_keys, span, tile_of, write
+from .attention import (
+    BOUND,
+    BY_ID,
+    FREE,
+    LOG2E,
+    Shape,
+    keys_of,
+    live_tokens,
+    place,
+    read,
+    seen_keys,
+    span,
+    tile_of,
+    write,
+)
 from .blocks import HOPPER
 from .launch import Launch, cdiv
 
 
 @triton.jit
-def _row(x, row, live, H: tl.constexpr):
+def _row(x, row, live, H: tl.constexpr, WHOLE: tl.constexpr):
     """A number a query of a head."""
-    return tl.load(x + row.to(tl.int64) * H, mask=live, other=0)
+    if WHOLE:
+        values = tl.load(x + row.to(tl.int64) * H)
+    else:
+        values = tl.load(x + row.to(tl.int64) * H, mask=live, other=0)
+    return values
 
 
 @triton.jit
 def _queries_of(bounds, batch, block, T: tl.constexpr, S: tl.constexpr, CAUSAL: tl.constexpr, OFFSET: tl.constexpr,
                 PACKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """Of a block of keys where the queries begin and end that see any, and in between those that see all."""
+    """As `span`, of a block of keys."""
     if PACKED:
-        low, begin, end, high = span(bounds, batch, block, (S + BN - 1) // BN)
+        first, low, mixed, begin, end, high = span(bounds, batch, block, (S + BN - 1) // BN, BM)
     else:
-        low, begin, end, high = 0, 0, T, T
+        first, low, mixed, begin, end, high = 0, 0, 0, 0, T // BM * BM, T
         if CAUSAL:
             low = tl.minimum(tl.maximum(block * BN - OFFSET, 0), T) // BM * BM
             begin = tl.minimum(tl.maximum((block + 1) * BN - 1 - OFFSET, 0), T)
             begin = (begin + BM - 1) // BM * BM
-    return low, begin, end, high
+            end = tl.maximum(begin, end)
+    return first, low, mixed, begin, end, high
 
 
 @triton.jit
-def _dq_keys(dq0, dq1, q0, q1, do, lse, delta, k, v, k_ids, q_id, row, low, high, T, S, SCALE: tl.constexpr,
-             OFFSET: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, H: tl.constexpr,
-             D: tl.constexpr, V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BV: tl.constexpr,
-             BN: tl.constexpr):  # fmt: skip
-    """dq over SCALE, of key blocks from `low` to `high`; lse is in powers of two."""
+def _dq_keys(dq0, dq1, q0, q1, do, lse, delta, k, v, ids, q_id, row, low, high, least, most, SCALE: tl.constexpr,
+             OFFSET: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+             V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """dq over SCALE, of key blocks from `low` to `high`, of keys from `least` to `most`; lse is in powers of two."""
+    WHOLE: tl.constexpr = (MASK == FREE) & (D0 + D1 == D) & (BV == V)
     d0, d1, dv = tl.arange(0, D0), tl.arange(0, max(D1, 16)), tl.arange(0, BV)
     for start in range(low, high, BN):
         key = start + tl.arange(0, BN)
-        live, k_id = live_tokens(k_ids, key, S, PACKED and MASKED)
-        k0 = read(k, key[:, None], live[:, None], d0[None, :], D, H * D)
+        live, k_id = live_tokens(ids, key, least, most, MASK)
+        k0 = read(k, key[:, None], live[:, None], d0[None, :], D, H * D, WHOLE)
         logits = tl.dot(q0, tl.trans(k0))
         k1 = k0
         if D1:
-            k1 = read(k, key[:, None], live[:, None], D0 + d1[None, :], D, H * D)
+            k1 = read(k, key[:, None], live[:, None], D0 + d1[None, :], D, H * D, WHOLE)
             logits = tl.dot(q1, tl.trans(k1), logits)
-        values = read(v, key[:, None], live[:, None], dv[None, :], V, H * V)
+        values = read(v, key[:, None], live[:, None], dv[None, :], V, H * V, WHOLE)
         p = tl.exp2(tl.fma(logits, tl.full(logits.shape, SCALE * LOG2E, tl.float32), -lse[:, None]))
-        if MASKED:
+        if MASK != FREE:
             seen = seen_keys(
-                row[:, None], key[None, :], live[None, :], q_id[:, None], k_id[None, :], OFFSET, CAUSAL, PACKED
+                row[:, None], key[None, :], live[None, :], q_id[:, None], k_id[None, :], OFFSET, CAUSAL, MASK
             )
             p = tl.where(seen, p, 0.0)
         dp = tl.dot(do, tl.trans(values))
@@ -81,55 +100,59 @@ def dq_kernel(q, k, v, o, do, lse, dlse, ids, bounds, dq, delta, T: tl.constexpr
     o += batch * T * H * V + head * V
     do += batch * T * H * V + head * V
     at = batch * T * H + head
-    live, q_id = live_tokens(ids + batch * T, row, T, PACKED)
-    q0 = read(q, row[:, None], live[:, None], d0[None, :], D, H * D)
+    live, q_id = live_tokens(ids + batch * T, row, 0, T, BY_ID if PACKED else BOUND)
+    q0 = read(q, row[:, None], live[:, None], d0[None, :], D, H * D, False)
     q1 = q0
     if D1:
-        q1 = read(q, row[:, None], live[:, None], D0 + d1[None, :], D, H * D)
-    cotangent = read(do, row[:, None], live[:, None], dv[None, :], V, H * V)
-    outputs = read(o, row[:, None], live[:, None], dv[None, :], V, H * V)
-    low, begin, end, high = keys_of(bounds, batch, block, T, S, CAUSAL, OFFSET, PACKED, BM, BN)
+        q1 = read(q, row[:, None], live[:, None], D0 + d1[None, :], D, H * D, False)
+    cotangent = read(do, row[:, None], live[:, None], dv[None, :], V, H * V, False)
+    outputs = read(o, row[:, None], live[:, None], dv[None, :], V, H * V, False)
+    first, low, mixed, begin, end, high = keys_of(bounds, batch, block, T, S, CAUSAL, OFFSET, PACKED, BM, BN)
     ids += batch * S
-    lse_of = _row(lse + at, row, live, H)
+    lse_of = _row(lse + at, row, live, H, False)
     lse_of = tl.where(lse_of == float("-inf"), 0.0, lse_of * LOG2E)
-    rest = tl.sum(outputs.to(tl.float32) * cotangent.to(tl.float32), axis=1) - _row(dlse + at, row, live, H)
+    rest = tl.sum(outputs.to(tl.float32) * cotangent.to(tl.float32), axis=1) - _row(dlse + at, row, live, H, False)
     tl.store(delta + at + row.to(tl.int64) * H, rest, mask=row < T)
     dq0, dq1 = tl.zeros((BM, D0), tl.float32), tl.zeros((BM, max(D1, 16)), tl.float32)
+    most = tl.maximum(mixed, high)
     if PACKED:
-        dq0, dq1 = _dq_keys(dq0, dq1, q0, q1, cotangent, lse_of, rest, k, v, ids, q_id, row, low, begin, T, S, SCALE,
-                            OFFSET, CAUSAL, True, PACKED, H, D, V, D0, D1, BV, BN)  # fmt: skip
-    dq0, dq1 = _dq_keys(dq0, dq1, q0, q1, cotangent, lse_of, rest, k, v, ids, q_id, row, begin, end, T, S, SCALE,
-                        OFFSET, CAUSAL, False, PACKED, H, D, V, D0, D1, BV, BN)  # fmt: skip
-    dq0, dq1 = _dq_keys(dq0, dq1, q0, q1, cotangent, lse_of, rest, k, v, ids, q_id, row, end, high, T, S, SCALE,
-                        OFFSET, CAUSAL, True, PACKED, H, D, V, D0, D1, BV, BN)  # fmt: skip
+        dq0, dq1 = _dq_keys(dq0, dq1, q0, q1, cotangent, lse_of, rest, k, v, ids, q_id, row, low, mixed, first, most,
+                            SCALE, OFFSET, CAUSAL, BY_ID, H, D, V, D0, D1, BV, BN)  # fmt: skip
+        dq0, dq1 = _dq_keys(dq0, dq1, q0, q1, cotangent, lse_of, rest, k, v, ids, q_id, row, low, begin, first, most,
+                            SCALE, OFFSET, CAUSAL, BOUND, H, D, V, D0, D1, BV, BN)  # fmt: skip
+    dq0, dq1 = _dq_keys(dq0, dq1, q0, q1, cotangent, lse_of, rest, k, v, ids, q_id, row, begin, end, first, most,
+                        SCALE, OFFSET, CAUSAL, FREE, H, D, V, D0, D1, BV, BN)  # fmt: skip
+    dq0, dq1 = _dq_keys(dq0, dq1, q0, q1, cotangent, lse_of, rest, k, v, ids, q_id, row, end, high, first, most,
+                        SCALE, OFFSET, CAUSAL, BOUND, H, D, V, D0, D1, BV, BN)  # fmt: skip
     write(dq, dq0 * SCALE, row[:, None], d0[None, :], T, D, H * D)
     if D1:
         write(dq, dq1 * SCALE, row[:, None], D0 + d1[None, :], T, D, H * D)
 
 
 @triton.jit
-def _dkv_queries(dk0, dk1, dv, k0, k1, values, q, do, lse, delta, q_ids, k_id, key, low, high, T, S,
-                 SCALE: tl.constexpr, OFFSET: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-                 PACKED: tl.constexpr, H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, D0: tl.constexpr,
-                 D1: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr):  # fmt: skip
-    """dk over SCALE, and dv, of query blocks from `low` to `high`."""
+def _dkv_queries(dk0, dk1, dv, k0, k1, values, q, do, lse, delta, ids, k_id, key, low, high, least, most,
+                 SCALE: tl.constexpr, OFFSET: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, H: tl.constexpr,
+                 D: tl.constexpr, V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BV: tl.constexpr,
+                 BM: tl.constexpr):  # fmt: skip
+    """dk over SCALE, and dv, of query blocks from `low` to `high`, of queries from `least` to `most`."""
+    WHOLE: tl.constexpr = (MASK == FREE) & (D0 + D1 == D) & (BV == V)
     d0, d1, d = tl.arange(0, D0), tl.arange(0, max(D1, 16)), tl.arange(0, BV)
     for start in range(low, high, BM):
         row = start + tl.arange(0, BM)
-        live, q_id = live_tokens(q_ids, row, T, PACKED and MASKED)
-        q0 = read(q, row[:, None], live[:, None], d0[None, :], D, H * D)
+        live, q_id = live_tokens(ids, row, least, most, MASK)
+        q0 = read(q, row[:, None], live[:, None], d0[None, :], D, H * D, WHOLE)
         logits = tl.dot(k0, tl.trans(q0))
         q1 = q0
         if D1:
-            q1 = read(q, row[:, None], live[:, None], D0 + d1[None, :], D, H * D)
+            q1 = read(q, row[:, None], live[:, None], D0 + d1[None, :], D, H * D, WHOLE)
             logits = tl.dot(k1, tl.trans(q1), logits)
-        cotangent = read(do, row[:, None], live[:, None], d[None, :], V, H * V)
-        lse_of, rest = _row(lse, row, live, H), _row(delta, row, live, H)
+        cotangent = read(do, row[:, None], live[:, None], d[None, :], V, H * V, WHOLE)
+        lse_of, rest = _row(lse, row, live, H, WHOLE), _row(delta, row, live, H, WHOLE)
         lse_of = tl.where(lse_of == float("-inf"), 0.0, lse_of * LOG2E)
         p = tl.exp2(tl.fma(logits, tl.full(logits.shape, SCALE * LOG2E, tl.float32), -lse_of[None, :]))
-        if MASKED:
+        if MASK != FREE:
             seen = seen_keys(
-                row[None, :], key[:, None], live[None, :], q_id[None, :], k_id[:, None], OFFSET, CAUSAL, PACKED
+                row[None, :], key[:, None], live[None, :], q_id[None, :], k_id[:, None], OFFSET, CAUSAL, MASK
             )
             p = tl.where(seen, p, 0.0)
         dv = tl.dot(p.to(q0.dtype), cotangent, dv)
@@ -157,24 +180,27 @@ def dkv_kernel(q, k, v, do, lse, delta, ids, bounds, dk, dv, T: tl.constexpr, S:
     do += batch * T * H * V + head * V
     lse += batch * T * H + head
     delta += batch * T * H + head
-    live, k_id = live_tokens(ids + batch * S, key, S, PACKED)
-    k0 = read(k, key[:, None], live[:, None], d0[None, :], D, H * D)
+    live, k_id = live_tokens(ids + batch * S, key, 0, S, BY_ID if PACKED else BOUND)
+    k0 = read(k, key[:, None], live[:, None], d0[None, :], D, H * D, False)
     k1 = k0
     if D1:
-        k1 = read(k, key[:, None], live[:, None], D0 + d1[None, :], D, H * D)
-    values = read(v, key[:, None], live[:, None], d[None, :], V, H * V)
-    low, begin, end, high = _queries_of(bounds, batch, block, T, S, CAUSAL, OFFSET, PACKED, BM, BN)
+        k1 = read(k, key[:, None], live[:, None], D0 + d1[None, :], D, H * D, False)
+    values = read(v, key[:, None], live[:, None], d[None, :], V, H * V, False)
+    first, low, mixed, begin, end, high = _queries_of(bounds, batch, block, T, S, CAUSAL, OFFSET, PACKED, BM, BN)
     ids += batch * T
     dk0, dk1 = tl.zeros((BN, D0), tl.float32), tl.zeros((BN, max(D1, 16)), tl.float32)
     total = tl.zeros((BN, BV), tl.float32)
-    dk0, dk1, total = _dkv_queries(dk0, dk1, total, k0, k1, values, q, do, lse, delta, ids, k_id, key, low, begin, T, S,
-                                   SCALE, OFFSET, CAUSAL, True, PACKED, H, D, V, D0, D1, BV, BM)  # fmt: skip
-    # Rows past the end have a cotangent of 0, and p is finite: their logits are 0, as their lse.
-    dk0, dk1, total = _dkv_queries(dk0, dk1, total, k0, k1, values, q, do, lse, delta, ids, k_id, key, begin, end, T, S,
-                                   SCALE, OFFSET, CAUSAL, False, PACKED, H, D, V, D0, D1, BV, BM)  # fmt: skip
+    most = tl.maximum(mixed, high)
     if PACKED:
-        dk0, dk1, total = _dkv_queries(dk0, dk1, total, k0, k1, values, q, do, lse, delta, ids, k_id, key, end, high, T,
-                                       S, SCALE, OFFSET, CAUSAL, True, PACKED, H, D, V, D0, D1, BV, BM)  # fmt: skip
+        dk0, dk1, total = _dkv_queries(dk0, dk1, total, k0, k1, values, q, do, lse, delta, ids, k_id, key, low, mixed,
+                                       first, most, SCALE, OFFSET, CAUSAL, BY_ID, H, D, V, D0, D1, BV, BM)  # fmt: skip
+    if PACKED or CAUSAL:
+        dk0, dk1, total = _dkv_queries(dk0, dk1, total, k0, k1, values, q, do, lse, delta, ids, k_id, key, low, begin,
+                                       first, most, SCALE, OFFSET, CAUSAL, BOUND, H, D, V, D0, D1, BV, BM)  # fmt: skip
+    dk0, dk1, total = _dkv_queries(dk0, dk1, total, k0, k1, values, q, do, lse, delta, ids, k_id, key, begin, end,
+                                   first, most, SCALE, OFFSET, CAUSAL, FREE, H, D, V, D0, D1, BV, BM)  # fmt: skip
+    dk0, dk1, total = _dkv_queries(dk0, dk1, total, k0, k1, values, q, do, lse, delta, ids, k_id, key, end, high,
+                                   first, most, SCALE, OFFSET, CAUSAL, BOUND, H, D, V, D0, D1, BV, BM)  # fmt: skip
     write(dk, dk0 * SCALE, key[:, None], d0[None, :], S, D, H * D)
     if D1:
         write(dk, dk1 * SCALE, key[:, None], D0 + d1[None, :], S, D, H * D)

@@ -42,8 +42,11 @@ TABLES = {
         "split_backward": ((ANY, Blocks(16, 8)),),
         # By the numbers a head's keys and values are read as: what is read at once is in shared memory.
         "attention forward": ((320, Tile(128, 64, 8, 3)), (ANY, Tile(64, 32, 4, 2))),
-        "attention dq": ((320, Tile(64, 32, 4, 3)), (ANY, Tile(64, 32, 4, 2))),
-        "attention dkv": ((320, Tile(32, 64, 4, 3)), (ANY, Tile(32, 64, 8, 2))),
+        "attention forward, packed": ((320, Tile(128, 64, 8, 3)), (ANY, Tile(64, 32, 4, 2))),
+        "attention dq": ((320, Tile(128, 64, 8, 3)), (ANY, Tile(64, 32, 4, 2))),
+        "attention dq, packed": ((320, Tile(64, 32, 4, 3)), (ANY, Tile(64, 32, 4, 2))),
+        "attention dkv": ((320, Tile(32, 128, 8, 3)), (ANY, Tile(32, 64, 8, 2))),
+        "attention dkv, packed": ((320, Tile(32, 64, 4, 2)), (ANY, Tile(32, 64, 8, 2))),
     }
 }
 

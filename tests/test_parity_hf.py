@@ -102,7 +102,7 @@ def weights(module, seed):
     return {key: value.astype(np.float32) for key, value in state.items()}
 
 
-def run_golden(config, state, positions, x, cotangent, *, mask=None, dtype="float32"):
+def run_golden(config, state, positions, x, cotangent, *, mask=None, dtype="float32", device="cpu"):
     """Output, and gradients by Hugging Face's names, all as float32. mask: additive [B, 1, T, T], by default causal."""
     import torch
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
@@ -111,15 +111,17 @@ def run_golden(config, state, positions, x, cotangent, *, mask=None, dtype="floa
     module = DeepseekV3Attention(config, layer_idx=0).eval()
     module.load_state_dict({key: torch.tensor(value) for key, value in state.items()}, strict=True)
     dtype = getattr(torch, dtype)
-    module.to(dtype)
-    hidden = torch.tensor(x).to(dtype).requires_grad_()
-    mask = torch.full((T, T), -math.inf).triu(1)[None, None] if mask is None else torch.tensor(mask)
-    tables = DeepseekV3RotaryEmbedding(config)(hidden, torch.tensor(positions))
-    y, _ = module(hidden_states=hidden, position_embeddings=tables, attention_mask=mask.to(dtype))
+    module.to(device, dtype)
+    hidden = torch.tensor(x).to(device, dtype).requires_grad_()
+    length = x.shape[1]
+    mask = torch.full((length, length), -math.inf).triu(1)[None, None] if mask is None else torch.tensor(mask)
+    tables = DeepseekV3RotaryEmbedding(config).to(device)(hidden, torch.tensor(positions).to(device))
+    y, _ = module(hidden_states=hidden, position_embeddings=tables, attention_mask=mask.to(device, dtype))
     assert y.dtype == dtype
-    y.backward(torch.tensor(cotangent).to(dtype))
+    y.backward(torch.tensor(cotangent).to(device, dtype))
     gradients = {"hidden_states": hidden.grad, **{name: p.grad for name, p in module.named_parameters()}}
-    return y.detach().float().numpy(), {name: gradient.float().numpy() for name, gradient in gradients.items()}
+    gradients = {name: gradient.float().cpu().numpy() for name, gradient in gradients.items()}
+    return y.detach().float().cpu().numpy(), gradients
 
 
 def parameters(config, seed=0):
