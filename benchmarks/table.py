@@ -44,34 +44,54 @@ def measured(*reports: dict):
         yield label, goal, ours["ms"] * ours["fraction"], ours, peers
 
 
+LAYER_PEERS = ("jnp_best", "jnp_unpadded", "jnp_usual")
+
+
 def layers(*reports: dict) -> str:
     """Markdown: the whole layer, ours as `None` chooses."""
-    head = [
-        "layer",
-        "tokens",
-        "pass",
-        "ours",
-        "jnp best",
-        "jnp usual",
-        "best / ours",
-        "usual / ours",
-        "MiB: ours",
-        "best",
-    ]
+    names = [name.replace("_", " ") for name in LAYER_PEERS]
+    head = ["layer", "tokens", "pass", "ours", *names, *(f"{n.removeprefix('jnp ')} / ours" for n in names)]
+    head += ["MiB: ours", "best"]
     lines = []
     rows = [r for report in reports for r in report["rows"] if r["op"] in LAYERS]
     for key in dict.fromkeys((r["op"], r["preset"], r["tokens"], r["pass"]) for r in rows):
         op, preset, tokens, direction = key
-        ours, best, usual = (
-            next(r for r in rows if (r["op"], r["preset"], r["tokens"], r["pass"], r["implementation"]) == (*key, name))
-            for name in ("best", "jnp_best", "jnp_usual")
-        )
+        found = {r["implementation"]: r for r in rows if (r["op"], r["preset"], r["tokens"], r["pass"]) == key}
+        ours, peers = found["best"], [found.get(name) for name in LAYER_PEERS]
         name = f"{preset.replace('deepseek_', '').replace('_', ' ')}, {LAYERS[op]}"
-        times = [f"{r['ms']:.2f} ± {r['spread'] / 2:.2f}" for r in (ours, best, usual)]
-        ratios = [f"{r['ms'] / ours['ms']:.2f}" for r in (best, usual)]
-        sizes = [f"{r['peak_bytes'] / 2**20:,.0f}" for r in (ours, best)]
-        lines.append([name, f"{tokens:,}", direction.replace("fwd_bwd", "both").replace("fwd", "forward"), *times])
-        lines[-1] += [*ratios, *sizes]
+        line = [name, f"{tokens:,}", direction.replace("fwd_bwd", "both").replace("fwd", "forward")]
+        line += [f"{r['ms']:.2f} ± {r['spread'] / 2:.2f}" if r else "" for r in (ours, *peers)]
+        line += [f"{r['ms'] / ours['ms']:.2f}" if r else "" for r in peers]
+        lines.append(line + [f"{r['peak_bytes'] / 2**20:,.0f}" for r in (ours, found["jnp_best"])])
+    return _markdown(head, lines)
+
+
+# (op, variant): what it is called.
+ATTENTIONS = {
+    ("attention", None): "2 rows of 4,096",
+    ("attention", "max_logit"): "the same, and largest logits",
+    ("attention_mxfp8", None): "the same, of MXFP8",
+    ("attention_packed", "packed"): "8 x 1,024 packed",
+    ("attention_packed", "uneven"): "8 of 512 to 1,280 packed",
+    ("attention_packed", "batch"): "8 rows of 1,024",
+    ("attention_packed", "one_row"): "one row of 8,192",
+}
+
+
+def attentions(report: dict) -> str:
+    """Markdown: attention by each implementation."""
+    names = ("cudnn", "triton", "xla", "jnp_best", "jnp_usual")
+    lines = []
+    for (op, variant), label in ATTENTIONS.items():
+        for direction in ("fwd", "fwd_bwd"):
+            key = (op, variant, direction)
+            rows = [r for r in report["rows"] if (r["op"], r.get("variant"), r["pass"]) == key]
+            found = {r["implementation"]: r for r in rows}
+            if found:
+                cells = [f"{found[n]['ms']:.2f}" if n in found else "" for n in names]
+                sizes = [f"{found[n]['peak_bytes'] / 2**20:,.0f}" if n in found else "" for n in ("cudnn", "triton")]
+                lines.append([label, direction.replace("fwd_bwd", "both").replace("fwd", "forward"), *cells, *sizes])
+    head = ["attention", "pass", *(n.replace("_", " ") for n in names), "MiB: cudnn", "triton"]
     return _markdown(head, lines)
 
 
@@ -124,7 +144,10 @@ if __name__ == "__main__":
         if name.endswith(".json"):
             with open(name, encoding="utf-8") as file:
                 results.append(json.load(file))
-    if any(row["op"] in LAYERS for report in results for row in report["rows"]):
+    ops = {row["op"] for report in results for row in report["rows"]}
+    if ops & {op for op, _ in ATTENTIONS}:
+        print(attentions(*results))
+    elif ops & set(LAYERS):
         print(layers(*results))
     else:
         print(table(*results))

@@ -66,8 +66,9 @@ def attention(
     Logits, softmax and sums are float32 (float64 for float64 q). Saved: q, k, v (of tensors the codes read), o and lse;
     the backward pass recomputes the probabilities block by block (FlashAttention-2, arXiv:2307.08691).
 
-    implementation: on an NVIDIA GPU None is "cudnn" for bfloat16 and float16, whose probabilities are rounded to the
-    dtype of q. Where one packed sequence holds NaN, its neighbours may get some with "cudnn", not with "xla".
+    implementation: on an NVIDIA GPU None is, for bfloat16 and float16, "cudnn", or "triton" for packed sequences and
+    largest logits; both round probabilities to the dtype of q. Where one packed sequence holds NaN, its neighbours may
+    get some with these, not with "xla".
 
     Raises ValueError or TypeError naming the argument; NotImplementedError if no implementation fits.
     """

@@ -10,13 +10,13 @@ import tempfile
 from pathlib import Path
 
 import triton
-from jax_mla.kernels import mxfp8, norm, rope, rope_mxfp8
+from jax_mla.kernels import attention, attention_backward, mxfp8, norm, rope, rope_mxfp8
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-TYPES = {"bfloat16": "*bf16", "float32": "*fp32", "uint8": "*u8"}
+TYPES = {"bfloat16": "*bf16", "float32": "*fp32", "uint8": "*u8", "int32": "*i32"}
 R, H, TABLE = 8192, 128, (4096, 0, 1)
-BF16, F32, U8 = "bfloat16", "float32", "uint8"
+BF16, F32, U8, I32 = "bfloat16", "float32", "uint8", "int32"
 SPLIT = (R, H, 128, 64, 128, TABLE, "pairs", "halves", BF16)
 # name: (launch, dtypes of its inputs)
 LAUNCHES = {
@@ -49,6 +49,15 @@ LAUNCHES = {
 }
 
 
+def attentions(packed: bool) -> dict:
+    shape = attention.Shape(2, 4096, 4096, H, 192, 128, 192**-0.5, True, packed=packed)
+    return {
+        "attention": (attention.forward(shape, BF16), [*[BF16] * 3, I32, I32]),
+        "attention dq": (attention_backward.dq(shape, BF16), [*[BF16] * 5, F32, F32, I32, I32]),
+        "attention dkv": (attention_backward.dkv(shape, BF16), [*[BF16] * 4, F32, F32, I32, I32]),
+    }
+
+
 def compiled(launch, inputs: list[str], capability: int) -> str:
     """Its PTX."""
     constants, names = dict(launch.constants), launch.kernel.arg_names
@@ -77,12 +86,14 @@ def assembled(ptx: str) -> dict:
 
 def main(capability: int) -> None:
     report = {}
-    for name, (launch, inputs) in LAUNCHES.items():
+    # They take longest to compile: what is larger, packed sequences, where it is used.
+    for name, (launch, inputs) in (LAUNCHES | attentions(capability == 90)).items():
         ptx = compiled(launch, inputs, capability)
         report[name] = assembled(ptx) | {
             "casts": len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx)),
             "fused": len(re.findall(r"\bfma\.rn\.f32", ptx)),
             "flushing": len(re.findall(r"\.ftz\.", ptx)),
+            "tensor cores": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", ptx)),
         }
     print(json.dumps(report))
 

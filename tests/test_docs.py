@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.table import layers, table
+from benchmarks.table import attentions, layers, table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,16 +61,14 @@ def test_the_performance_tables_are_the_committed_results():
     def reports(*names):
         return [json.loads((ROOT / "benchmarks" / "results" / f"{name}-h200.json").read_text()) for name in names]
 
-    ops, whole = (
-        reports("ops", "up", "kv-mxfp8"),
-        reports("layer", "layer-mxfp8", "layer-tokens", "layer-16k", "layer-lite"),
-    )
-    assert table(*ops) in page and layers(*whole) in page
-    for report in ops + whole:
-        assert report["command"] in page
+    ops, whole = reports("ops", "up"), reports("layer", "layer-tokens", "layer-16k", "layer-lite")
+    (attention,) = reports("attention")
+    assert table(*ops) in page and layers(*whole) in page and attentions(attention) in page
+    for report in [*ops, *whole, attention, *reports("attention-in-kernel")]:
+        assert report["command"] in page, report["command"]
     both = {
         r["op"]: r["ms"]
-        for report in whole[:2]
+        for report in whole[:1]
         for r in report["rows"]
         if (r["pass"], r["implementation"]) == ("fwd_bwd", "best")
     }
