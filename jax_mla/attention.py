@@ -34,6 +34,7 @@ def attention(
     causal: bool | str = True,
     segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
+    last_key: jax.Array | None = None,
     cu_seqlens: jax.Array | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
@@ -51,6 +52,10 @@ def attention(
     segment_ids: integers [B, T], one id a token: queries see keys of their own id only; 0 is padding, whose rows give 0
     and whose values (NaN too) reach nothing. kv_segment_ids [B, S]: the keys' ids, by default segment_ids, which then
     wants S = T. With kv_segment_ids given, causal is counted within each segment (a segment being one run of its id).
+    last_key: instead of `causal`, integers [T] or [B, T]: query i sees keys j <= last_key[i] (none where that is below
+    0), with ids given those of its own id. Queries may then lie in any order, and under a mesh be spread over devices,
+    each of which has all keys; dk and dv are summed over those. Fastest where last_key does not fall from one query to
+    the next. Not cuDNN's.
     Padding in an MXFP8Tensor has already set the scales of blocks it shares with tokens: it must have been finite and
     small when it was quantised (`mla` makes it 0).
     cu_seqlens: instead of ids, the boundaries of the packed sequences: integers [B, n + 1], or [n + 1] with packed
@@ -96,6 +101,8 @@ def attention(
     scale = max(sizes["D"], 1) ** -0.5 if scale is None else checks.static_float("scale", scale)
     if not isinstance(causal, bool | str) or causal not in CAUSAL:
         raise checks.found("causal", causal, "True, False or 'bottom_right'")
+    if last_key is not None:
+        last_key = _check_last_key(last_key, causal, cu_seqlens, sizes)
     return_lse = checks.static_bool("return_lse", return_lse)
     return_max_logit = checks.static_bool("return_max_logit", return_max_logit)
     q_ids, k_ids = segments.check(segment_ids, kv_segment_ids, **sizes)
@@ -106,7 +113,8 @@ def attention(
         kinds=tuple(map(operands.kind, (q, k, v))),
         scale=scale,
         causal=causal,
-        own_order=kv_segment_ids is not None,
+        own_order=kv_segment_ids is not None and last_key is None,
+        ordered=last_key is not None,
         sequences=sequences,
         lse=return_lse,
         max_logit=return_max_logit,
@@ -114,7 +122,7 @@ def attention(
         grad_dtype=_grad_dtype(grad_dtype),
         implementation=dispatch.check(implementation),
     )
-    o, lse, max_logits = _attention(static, q, k, v, q_ids, k_ids)
+    o, lse, max_logits = _attention(static, q, k, v, q_ids, k_ids, last_key)
     outputs = (o,)
     if return_lse:
         outputs += (lse,)
@@ -134,6 +142,20 @@ def _grad_dtype(grad_dtype):
     grad_dtype = checks.dtype("grad_dtype", grad_dtype)
     checks.floating("grad_dtype", jax.ShapeDtypeStruct((), grad_dtype))
     return grad_dtype
+
+
+def _check_last_key(last_key, causal, cu_seqlens, sizes: dict[str, int]) -> jax.Array:
+    """[B, T], or an error that names it."""
+    if causal is not True or cu_seqlens is not None:
+        raise ValueError(
+            f"last_key: found it besides {'cu_seqlens' if causal is True else f'causal={causal!r}'}, wanted it to say "
+            "alone what of its segment a query sees"
+        )
+    last_key = checks.integers("last_key", last_key)
+    batch, length = sizes["B"], sizes["T"]
+    if last_key.shape not in ((length,), (batch, length)):
+        raise checks.found("last_key", last_key, f"shape [{length}] or [{batch}, {length}]")
+    return last_key if last_key.ndim == 2 else jnp.broadcast_to(last_key, (batch, length))
 
 
 def _packed_ids(q, k, cu_seqlens, segment_ids, kv_segment_ids) -> jax.Array:
@@ -157,6 +179,7 @@ class Static:
     scale: float
     causal: bool | str
     own_order: bool  # causal is counted within each segment, whose queries and keys lie at different indices
+    ordered: bool  # every query says which key is the last that it sees
     sequences: int | None  # at most so many in a row, one after another, padding last; None where that is not known
     lse: bool  # is returned, and may have a gradient
     max_logit: bool  # is returned
@@ -176,12 +199,22 @@ IMPLEMENTATIONS = {
 }
 _PACKED = ("triton", "cudnn", "xla")  # the order for packed sequences: docs/performance.md has the times
 
-# Sequences are whole on every device; sharding them is context parallelism, which is not an op's to decide.
+# Sequences are whole on every device, but for queries that say what they see: context parallelism.
 _FORWARD = "b T h D, b S h D, b S h V, b T, b S -> b T h V, b T h, b T h"
 _BACKWARD = "b T h D, b S h D, b S h V, b T, b S, b T h V, b T h, b T h V, b T h -> b T h D, b S h D, b S h V"
+_ORDERED_FORWARD = "b t h D, b S h D, b S h V, b t, b S, b t -> b t h V, b t h, b t h"
+_ORDERED_BACKWARD = (
+    "b t h D, b S h D, b S h V, b t, b S, b t h V, b t h, b t h V, b t h, b t -> b t h D, b S h D, b S h V"
+)
+_RULES = {
+    ("forward", False): _FORWARD,
+    ("backward", False): _BACKWARD,
+    ("forward", True): _ORDERED_FORWARD,
+    ("backward", True): _ORDERED_BACKWARD,
+}
 
 
-def _run(direction: str, static: Static, dtype, q, k, v, *arrays):
+def _run(direction: str, static: Static, dtype, last_key, q, k, v, *arrays):
     """One pass on the values of q, k and v in `dtype`; the forward one on codes where a kernel reads them."""
     if direction == "forward" and attention_mxfp8.supports(static, q, k, v, arrays[0]) is None:
         return attention_mxfp8.forward(static, q, k, v)
@@ -190,15 +223,17 @@ def _run(direction: str, static: Static, dtype, q, k, v, *arrays):
     if choice is None and arrays[0] is not None:
         choice = _PACKED
     chosen = dispatch.choose("attention", IMPLEMENTATIONS, choice, static, q, k, v, *arrays[:2])
-    rule = _FORWARD if direction == "forward" else _BACKWARD
     function = functools.partial(getattr(chosen, direction), static)
-    return sharding.local("attention", rule, function, q, k, v, *arrays, opaque=chosen.opaque)
+    arrays = (q, k, v, *arrays, *((last_key,) if static.ordered else ()))
+    # Left to itself XLA would gather queries for the loop over their blocks.
+    opaque = chosen.opaque or static.ordered
+    return sharding.local("attention", _RULES[direction, static.ordered], function, *arrays, opaque=opaque)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: Static, q, k, v, q_ids, k_ids):
+def _attention(static: Static, q, k, v, q_ids, k_ids, last_key):
     """o, lse, and every row's largest logit [B, T, H]."""
-    o, lse, max_logits = _run("forward", static, static.dtype, q, k, v, q_ids, k_ids)
+    o, lse, max_logits = _run("forward", static, static.dtype, last_key, q, k, v, q_ids, k_ids)
     return o.astype(q.dtype), lse, max_logits
 
 
@@ -210,23 +245,24 @@ class Residuals(NamedTuple):
     k_ids: jax.Array | None
     o: jax.Array
     lse: jax.Array
+    last_key: jax.Array | None
 
 
-def _attention_fwd(static: Static, q, k, v, q_ids, k_ids):
-    o, lse, max_logits = _run("forward", static, static.dtype, q, k, v, q_ids, k_ids)
+def _attention_fwd(static: Static, q, k, v, q_ids, k_ids, last_key):
+    o, lse, max_logits = _run("forward", static, static.dtype, last_key, q, k, v, q_ids, k_ids)
     o = o.astype(q.dtype)
     # Named here, since here they are residuals: a policy that keeps both does not run the forward pass again.
     o, lse = checkpoint_name(o, "attention_out"), checkpoint_name(lse, "attention_lse")
     kept = (operands.keep(x, usage) for x, usage in zip((q, k, v), _READ, strict=True))
-    return (o, lse, max_logits), Residuals(*kept, q_ids, k_ids, o, lse)
+    return (o, lse, max_logits), Residuals(*kept, q_ids, k_ids, o, lse, last_key)
 
 
 def _attention_bwd(static: Static, saved: Residuals, cotangents):
     do, dlse, _ = cotangents  # max_logit is documented as not differentiable
     dtype = static.dtype if static.grad_dtype is None else static.grad_dtype
-    gradients = _run("backward", static, dtype, *saved, do.astype(dtype), dlse)
+    gradients = _run("backward", static, dtype, saved.last_key, *saved[:-1], do.astype(dtype), dlse)
     given = zip(static.kinds, saved[:3], gradients, strict=True)
-    return *(_give(kind, kept, gradient) for kind, kept, gradient in given), None, None
+    return *(_give(kind, kept, gradient) for kind, kept, gradient in given), None, None, None
 
 
 def _give(kind: operands.Kind, kept: Operand, gradient: jax.Array) -> Operand:

@@ -38,6 +38,8 @@ def _misfit(static, q, k, v, q_ids, k_ids) -> str | None:
         return f"found operands in {q.dtype}, wants bfloat16 or float16"
     if static.max_logit:
         return "found return_max_logit=True: cuDNN keeps no largest logits"
+    if static.ordered:
+        return "found last_key: cuDNN is causal by index alone"
     if static.own_order:
         return "found kv_segment_ids: queries and keys of a segment that lie at different indices"
     if static.causal == "bottom_right" and length != keys:

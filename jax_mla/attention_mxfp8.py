@@ -34,6 +34,8 @@ def _misfit(static, q, k, v, q_ids) -> str | None:
     """Why the kernel could run these arguments on no machine, or None."""
     if static.dtype != jnp.bfloat16:
         return f"found tensors of {static.dtype}, wants bfloat16, which o is written in"
+    if static.ordered:
+        return "found last_key: the kernel is causal by index alone"
     if q_ids is not None or static.own_order:
         return "found packed sequences, whose scales would have to be tiled apart"
     if static.max_logit:

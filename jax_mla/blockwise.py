@@ -67,16 +67,26 @@ class _Mask(NamedTuple):
     queries: _Side
     keys: _Side
     offset: int | None  # causal by index: query i sees keys j <= i + offset
+    last: jax.Array | None  # [blocks]: causal by `last_key`, the largest of each block of queries
 
     @classmethod
-    def of(cls, static, q, k, q_ids, k_ids) -> "_Mask":
+    def of(cls, static, q, k, q_ids, k_ids, last) -> "_Mask":
         q_order = k_order = offset = None
-        if static.causal is not False:
+        if last is not None:
+            q_order, k_order = last, jnp.arange(k.shape[1], dtype=last.dtype)[None]
+        elif static.causal is not False:
             if static.own_order:
                 q_order, k_order = segments.causal_order(static.causal, q_ids, k_ids)
             else:
                 offset = k.shape[1] - q.shape[1] if static.causal == "bottom_right" else 0
-        return cls(_Side.of(q, q_ids, q_order), _Side.of(k, k_ids, k_order), offset)
+        queries, keys = _Side.of(q, q_ids, q_order), _Side.of(k, k_ids, k_order)
+        if last is not None:
+            last = jnp.max(
+                queries.order.reshape(-1 if queries.order.size else 0, queries.blocks, queries.size),
+                axis=(0, 2),
+                initial=-1,
+            )
+        return cls(queries, keys, offset, last)
 
     def visible(self, i, j) -> jax.Array | None:
         """Which keys of block j queries of block i see: bool broadcastable to [B, H, size, size], None for all."""
@@ -106,13 +116,15 @@ class _Mask(NamedTuple):
 
     def key_blocks(self, i):
         """How many key blocks queries of block i can see any of."""
-        if self.offset is None:
+        if self.offset is None and self.last is None:
             return self.keys.blocks
-        last = (i + 1) * self.queries.size - 1 + self.offset
+        last = (i + 1) * self.queries.size - 1 + self.offset if self.last is None else self.last[i]
         return jnp.clip(last // self.keys.size + 1, 0, self.keys.blocks)
 
     def first_query_block(self, j):
         """The first query block that can see any key of block j."""
+        if self.last is not None:  # those before it see none either
+            return jnp.argmax(jnp.append(self.last, self.keys.tokens) >= j * self.keys.size)
         if self.offset is None:
             return 0
         return jnp.clip((j * self.keys.size - self.offset) // self.queries.size, 0, self.queries.blocks)
@@ -149,9 +161,9 @@ def _logits(static, visible: jax.Array | None, q: jax.Array, k: jax.Array) -> ja
     return logits if visible is None else _where(visible, logits, -jnp.inf)
 
 
-def forward(static, q, k, v, q_ids, k_ids) -> tuple[jax.Array, jax.Array, jax.Array]:
+def forward(static, q, k, v, q_ids, k_ids, last=None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """o [B, T, H, V] in q's dtype, lse [B, T, H], largest logit of each row [B, T, H]."""
-    mask = _Mask.of(static, q, k, q_ids, k_ids)
+    mask = _Mask.of(static, q, k, q_ids, k_ids, last)
     queries, keys = mask.queries, mask.keys
     (batch, _, heads, _), width = q.shape, v.shape[3]
     if 0 in (*q.shape, k.shape[1], width):  # nothing to see: softmax over no keys
@@ -184,7 +196,7 @@ def forward(static, q, k, v, q_ids, k_ids) -> tuple[jax.Array, jax.Array, jax.Ar
             jnp.zeros(rows, wide(q).dtype),
             jnp.full(rows, -jnp.inf, wide(q).dtype),
         ) + (jnp.zeros(rows, bool),) * packed
-        start = tuple(vary_like(x, q, k, v, q_ids, k_ids) for x in start)
+        start = tuple(vary_like(x, q, k, v, q_ids, k_ids, last) for x in start)
         total, weight, largest, *spoiled = _loop(0, mask.key_blocks(i), key_block, start, keys.blocks == 1)
         seen = largest != -jnp.inf  # not `weight > 0`: a NaN is to come out as NaN
         divisor = _where(seen, weight, 1.0)
@@ -209,16 +221,16 @@ def _unstack(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
-def backward(static, q, k, v, q_ids, k_ids, o, lse, do, dlse) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(static, q, k, v, q_ids, k_ids, o, lse, do, dlse, last=None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq, dk, dv in q's dtype.
 
     With P = exp(logits - lse): dV = P^T dO; dS = scale P (dO V^T - rowsum(dO O) + dlse); dQ = dS K; dK = dS^T Q.
     """
-    mask = _Mask.of(static, q, k, q_ids, k_ids)
+    mask = _Mask.of(static, q, k, q_ids, k_ids, last)
     queries, keys = mask.queries, mask.keys
     if 0 in (*q.shape, k.shape[1], v.shape[3]):
         return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
-    refs = (q, k, v, q_ids, k_ids, do, dlse)
+    refs = (q, k, v, q_ids, k_ids, do, dlse, last)
     dtype = q.dtype
     q, k, v = queries.heads_first(q), keys.heads_first(k), keys.heads_first(v)
     do, o, lse, dlse = (queries.heads_first(x) for x in (do, o, lse, dlse))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import checks, dispatch, mxfp8, operands, segments
+from jax_mla import checks, context, dispatch, mxfp8, operands, segments
 from jax_mla import params as parameters
 from jax_mla import remat as policies
 from jax_mla.attention import attention
@@ -27,6 +27,7 @@ def mla(
     *,
     positions: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    context_axis: str | None = None,
     recipe: str | None = None,
     remat: str | None = None,
     return_max_logit: bool = False,
@@ -39,6 +40,11 @@ def mla(
     positions: integers [T] or [B, T], tokens; by default 0 .. T - 1, restarting with every segment.
     segment_ids: integers [B, T] for packed rows; 0 is padding: its rows give 0, and nothing in them (NaN too) reaches
     an output or a gradient.
+    context_axis: the name of a mesh axis of cp devices over which tokens (of x, and of positions and segment_ids where
+    given) are spread in zig-zag order: `zigzag`; y's are too. Under a mesh whose axis is Auto or Explicit, or inside
+    `shard_map` over it, where T here is a device's share. Every device is sent the latents of all tokens, C + P numbers
+    each, and makes keys and values from them; gradients are summed over the axis once. T is a multiple of 2 cp, with
+    "mxfp8" of 64 cp. Default positions are those of the tokens in their natural order.
     recipe: None computes in x's dtype. "mxfp8" quantises every GEMM's operands to MXFP8 in both passes, and q, k, v for
     attention (`operands.py`): T and every dim that is contracted are multiples of 32, and so is, where it is known at
     trace time, the first token of every segment; traced segment_ids are the caller's promise.
@@ -59,40 +65,71 @@ def mla(
     policies.check(remat)
     implementation = dispatch.check(implementation)
     batch, length, _ = x.shape
+    spread = None if context_axis is None else context.find(context_axis, x, params)
+    if spread is not None:
+        context.check(spread, x, recipe)
     if segment_ids is not None:
         given = segment_ids
         segment_ids = segments.check_ids("segment_ids", segment_ids, B=batch, T=length)
         if recipe is not None:  # as given: under jit what `check_ids` returns is traced
             segments.check_blocks("segment_ids", given, BLOCK)
-    if positions is None:
+    if positions is None and spread is None:
         positions = (
             jnp.arange(length, dtype=jnp.int32) if segment_ids is None else segments.positions_within(segment_ids)
         )
-    else:
+    elif positions is not None:
         positions = checks.integers("positions", positions)
         if positions.shape not in ((length,), (batch, length)):
             raise checks.found("positions", positions, f"shape [{length}] or [{batch}, {length}]")
-    if positions.ndim == 1:
+    if positions is not None and positions.ndim == 1:
         positions = positions[None]  # the tables are saved once, in the rank that every op wants
     return_max_logit = checks.static_bool("return_max_logit", return_max_logit)
-    flow = policies.apply(functools.partial(_flow, config, recipe, implementation, return_max_logit), remat)
-    y, *largest = flow(dict(params), x, positions, segment_ids)
+    settings = config, recipe, implementation, return_max_logit
+
+    def flow(spread, *arrays):
+        return policies.apply(functools.partial(_flow, *settings, spread), remat)(*arrays)
+
+    arrays = dict(params), x, positions, segment_ids
+    y, *largest = flow(None, *arrays) if spread is None else context.run(spread, flow, 1 + return_max_logit, *arrays)
     return (y, *largest) if return_max_logit else y
 
 
 def _flow(
-    config: MLAConfig, recipe, implementation: dispatch.Choice, max_logit: bool, p: dict, x, positions, segment_ids
+    config: MLAConfig,
+    recipe,
+    implementation: dispatch.Choice,
+    max_logit: bool,
+    spread: context.Context | None,
+    p: dict,
+    x,
+    positions,
+    segment_ids,
+    keys: context.Keys | None = None,
 ):
     x = segments.zero_padding(x, segment_ids)
     cos, sin = rope_tables(positions, config.rope, config.qk_rope_head_dim)
     if recipe is not None:  # once, for both down-projections
         x = mxfp8.quantize_mxfp8(x, usage="both", implementation=implementation)
     q = queries(p, x, config, cos, sin, recipe, implementation)
-    c, k_pe = _latent(p, x, config, recipe, implementation)
-    k, v = kv_up_proj_rope(
-        c, p["wkv_b"], k_pe, cos, sin, norm_scale=p["kv_norm"], **_up(config, recipe, implementation)
-    )
-    return _attend(p, q, k, v, config, segment_ids, recipe, implementation, max_logit)
+    latent = _latent(p, x, recipe, implementation)
+    if keys is not None:
+        cos, sin = rope_tables(keys.positions, config.rope, config.qk_rope_head_dim)
+
+    def heads(q, latent, last_key, segment_ids):
+        """Attention of queries to all that there are latents of."""
+        c, k_pe = _parts(latent, config)
+        k, v = kv_up_proj_rope(
+            c, p["wkv_b"], k_pe, cos, sin, norm_scale=p["kv_norm"], **_up(config, recipe, implementation)
+        )
+        kv_ids = None if keys is None else keys.segment_ids
+        sees = dict(segment_ids=segment_ids, kv_segment_ids=kv_ids, last_key=last_key)
+        return _attend(q, k, v, config, implementation, max_logit, **sees)
+
+    if spread is None:
+        o, *largest = heads(q, latent, None, segment_ids)
+    else:
+        o, *largest = spread.attend(heads, q, latent, keys, segment_ids)
+    return _out(p, o, segment_ids, recipe, implementation), *largest
 
 
 def queries(p, x, config: MLAConfig, cos, sin, recipe, implementation: dispatch.Choice) -> operands.Operand:
@@ -105,31 +142,38 @@ def queries(p, x, config: MLAConfig, cos, sin, recipe, implementation: dispatch.
     return q_up_proj_rope(q_latent, p["wq_b"], cos, sin, norm_scale=p["q_norm"], **up)
 
 
-def _latent(p, x, config: MLAConfig, recipe, implementation: dispatch.Choice) -> tuple[jax.Array, jax.Array]:
-    """Down to what is left of keys and values: the latent [B, T, C] before its norm, the rotary key [B, T, P] before
-    its rotation."""
+def _latent(p, x, recipe, implementation: dispatch.Choice) -> jax.Array:
+    """Down to what is left of keys and values, [B, T, C + P]."""
     down = dict(recipe=recipe, implementation=implementation)
-    kv_latent = checkpoint_name(linear(x, p["wkv_a"], p.get("wkv_a_bias"), **down), "kv_wa_proj")
-    return kv_latent[..., : config.kv_lora_rank], kv_latent[..., config.kv_lora_rank :]
+    return checkpoint_name(linear(x, p["wkv_a"], p.get("wkv_a_bias"), **down), "kv_wa_proj")
+
+
+def _parts(latent: jax.Array, config: MLAConfig) -> tuple[jax.Array, jax.Array]:
+    """The latent [B, T, C] before its norm, the rotary key [B, T, P] before its rotation."""
+    return latent[..., : config.kv_lora_rank], latent[..., config.kv_lora_rank :]
 
 
 def latents(p, x, config: MLAConfig, cos, sin, implementation: dispatch.Choice) -> tuple[jax.Array, jax.Array]:
     """What generation keeps of a token: the normalised latent [B, T, C], the rotated shared key [B, T, P]."""
-    c, k_pe = _latent(p, x, config, None, implementation)
+    c, k_pe = _parts(_latent(p, x, None, implementation), config)
     c = rms_norm(c, p["kv_norm"], config.norm_eps, implementation=implementation)
     layout = dict(input_layout=config.rope.input_layout, implementation=implementation)
     return c, apply_rope(k_pe[..., None, :], cos, sin, **layout)[..., 0, :]
 
 
-def _attend(p, q, k, v, config: MLAConfig, segment_ids, recipe, implementation: dispatch.Choice, max_logit: bool):
-    """y [B, T, M], and with `max_logit` [H]."""
+def _attend(q, k, v, config: MLAConfig, implementation: dispatch.Choice, max_logit: bool, **sees):
+    """o [B, T, H, V], and with `max_logit` [H]. sees: which keys a query does, beside those before it."""
     q, k, v = (operands.named(*pair) for pair in ((q, "query_proj"), (k, "key_proj"), (v, "value_proj")))
-    options = dict(scale=config.softmax_scale, causal=True, segment_ids=segment_ids, implementation=implementation)
+    options = dict(scale=config.softmax_scale, causal=True, implementation=implementation) | sees
     o = attention(q, k, v, return_max_logit=max_logit, **options)
-    o, *largest = o if max_logit else (o,)
+    return o if max_logit else (o,)
+
+
+def _out(p, o, segment_ids, recipe, implementation: dispatch.Choice) -> jax.Array:
+    """y [B, T, M]."""
     down = dict(contract=2, recipe=recipe, implementation=implementation)
     y = checkpoint_name(linear(o, p["wo"], p.get("wo_bias"), **down), "out_proj")
-    return segments.zero_padding(y, segment_ids), *largest
+    return segments.zero_padding(y, segment_ids)
 
 
 def with_latents(p, x, config: MLAConfig, segment_ids, implementation: dispatch.Choice):
@@ -142,8 +186,8 @@ def with_latents(p, x, config: MLAConfig, segment_ids, implementation: dispatch.
     still = jnp.ones_like(cos), jnp.zeros_like(sin)
     up = _up(config, None, implementation) | dict(input_layout="halves")
     k, v = kv_up_proj_rope(c, p["wkv_b"], k_pe, *still, **up)
-    (y,) = _attend(p, q, k, v, config, segment_ids, None, implementation, False)
-    return y, c, k_pe
+    (o,) = _attend(q, k, v, config, implementation, False, segment_ids=segment_ids)
+    return _out(p, o, segment_ids, None, implementation), c, k_pe
 
 
 def _up(config: MLAConfig, recipe, implementation: dispatch.Choice) -> dict:

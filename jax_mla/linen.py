@@ -32,11 +32,13 @@ class MLA(nn.Module):
         *,
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        context_axis: str | None = None,
         return_max_logit: bool = False,
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
         """x [B, T, M] -> y [B, T, M] in `dtype` (x's where that is None). Otherwise as `jax_mla.mla`."""
-        options = dict(positions=positions, segment_ids=segment_ids, return_max_logit=return_max_logit)
-        return self._run(layer.mla, x, recipe=self.recipe, remat=self.remat, **options)
+        options = dict(positions=positions, segment_ids=segment_ids, context_axis=context_axis)
+        options |= dict(recipe=self.recipe, remat=self.remat, return_max_logit=return_max_logit)
+        return self._run(layer.mla, x, **options)
 
     def prefill(
         self, x: jax.Array, cache: LatentCache, *, lengths: jax.Array | None = None

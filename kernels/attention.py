@@ -51,14 +51,24 @@ def write(x, values, token, dim, tokens, dims, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def seen_keys(row, key, live, q_id, k_id, OFFSET: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr):
-    """Whether query `row` sees `key`, the two as a column and a row in either order, one of them `live`."""
+def seen_keys(limit, key, live, q_id, k_id, OFFSET: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr):
+    """Whether a query sees `key`, the two as a column and a row in either order, one of them `live`; limit: as
+    `last_key`."""
     seen = live
     if CAUSAL:
-        seen = seen & (key <= row + OFFSET)
+        seen = seen & (key <= limit + OFFSET)
     if MASK == BY_ID:
         seen = seen & (q_id == k_id)
     return seen
+
+
+@triton.jit
+def last_key(last, row, T: tl.constexpr, ORDERED: tl.constexpr):
+    """Which key, but for the offset, is the last that a query sees where attention is causal."""
+    limit = row
+    if ORDERED:
+        limit = tl.load(last + row, mask=row < T, other=-1)
+    return limit
 
 
 @triton.jit
@@ -82,9 +92,9 @@ def span(bounds, batch, block, BLOCKS: tl.constexpr, OTHER: tl.constexpr):
 
 @triton.jit
 def keys_of(bounds, batch, block, T: tl.constexpr, S: tl.constexpr, CAUSAL: tl.constexpr, OFFSET: tl.constexpr,
-            PACKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+            BOUNDED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """As `span`, of a block of queries."""
-    if PACKED:
+    if BOUNDED:
         first, low, mixed, begin, end, high = span(bounds, batch, block, (T + BM - 1) // BM, BN)
     else:
         first, low, mixed, begin, end, high = 0, 0, 0, 0, S, S
@@ -96,7 +106,7 @@ def keys_of(bounds, batch, block, T: tl.constexpr, S: tl.constexpr, CAUSAL: tl.c
 
 
 @triton.jit
-def _keys(total, largest, acc, q0, q1, k, v, ids, q_id, row, low, high, least, most, SCALE: tl.constexpr,
+def _keys(total, largest, acc, q0, q1, k, v, ids, q_id, limit, low, high, least, most, SCALE: tl.constexpr,
           OFFSET: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
           V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """The online softmax over key blocks from `low` to `high`, of keys from `least` to `most`."""
@@ -112,7 +122,7 @@ def _keys(total, largest, acc, q0, q1, k, v, ids, q_id, row, low, high, least, m
         values = read(v, key[:, None], live[:, None], dv[None, :], V, H * V, WHOLE)
         if MASK != FREE:
             seen = seen_keys(
-                row[:, None], key[None, :], live[None, :], q_id[:, None], k_id[None, :], OFFSET, CAUSAL, MASK
+                limit[:, None], key[None, :], live[None, :], q_id[:, None], k_id[None, :], OFFSET, CAUSAL, MASK
             )
             logits = tl.where(seen, logits, float("-inf"))
         new = tl.maximum(largest, tl.max(logits, axis=1))
@@ -128,8 +138,8 @@ def _keys(total, largest, acc, q0, q1, k, v, ids, q_id, row, low, high, least, m
 @triton.jit
 def forward_kernel(q, k, v, ids, bounds, o, lse, maxima, T: tl.constexpr, S: tl.constexpr, H: tl.constexpr,
              D: tl.constexpr, V: tl.constexpr, SCALE: tl.constexpr, CAUSAL: tl.constexpr, OFFSET: tl.constexpr,
-             PACKED: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
-             BN: tl.constexpr):  # fmt: skip
+             PACKED: tl.constexpr, ORDERED: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BV: tl.constexpr,
+             BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     batch, head, block = place(T, BM, H)
     block = (T + BM - 1) // BM - 1 - block  # those with most keys to see go first
     row = block * BM + tl.arange(0, BM)
@@ -137,25 +147,26 @@ def forward_kernel(q, k, v, ids, bounds, o, lse, maxima, T: tl.constexpr, S: tl.
     q += batch * T * H * D + head * D
     k += batch * S * H * D + head * D
     v += batch * S * H * V + head * V
-    live, q_id = live_tokens(ids + batch * T, row, 0, T, BY_ID if PACKED else BOUND)
+    ids += batch * (S + 2 * T if ORDERED else S)
+    live, q_id = live_tokens(ids + (S if ORDERED else 0), row, 0, T, BY_ID if PACKED else BOUND)
     q0 = read(q, row[:, None], live[:, None], d0[None, :], D, H * D, False)
     q1 = q0
     if D1:
         q1 = read(q, row[:, None], live[:, None], D0 + d1[None, :], D, H * D, False)
-    first, low, mixed, begin, end, high = keys_of(bounds, batch, block, T, S, CAUSAL, OFFSET, PACKED, BM, BN)
-    ids += batch * S
+    first, low, mixed, begin, end, high = keys_of(bounds, batch, block, T, S, CAUSAL, OFFSET, PACKED or ORDERED, BM, BN)
+    limit = last_key(ids + S + T, row, T, ORDERED)
     total = tl.zeros((BM,), tl.float32)
     largest = tl.full((BM,), float("-inf"), tl.float32)
     acc = tl.zeros((BM, BV), tl.float32)
     most = tl.maximum(mixed, high)
     if PACKED:
-        total, largest, acc = _keys(total, largest, acc, q0, q1, k, v, ids, q_id, row, low, mixed, first, most, SCALE,
+        total, largest, acc = _keys(total, largest, acc, q0, q1, k, v, ids, q_id, limit, low, mixed, first, most, SCALE,
                                     OFFSET, CAUSAL, BY_ID, H, D, V, D0, D1, BV, BN)  # fmt: skip
-        total, largest, acc = _keys(total, largest, acc, q0, q1, k, v, ids, q_id, row, low, begin, first, most, SCALE,
+        total, largest, acc = _keys(total, largest, acc, q0, q1, k, v, ids, q_id, limit, low, begin, first, most, SCALE,
                                     OFFSET, CAUSAL, BOUND, H, D, V, D0, D1, BV, BN)  # fmt: skip
-    total, largest, acc = _keys(total, largest, acc, q0, q1, k, v, ids, q_id, row, begin, end, first, most, SCALE,
+    total, largest, acc = _keys(total, largest, acc, q0, q1, k, v, ids, q_id, limit, begin, end, first, most, SCALE,
                                 OFFSET, CAUSAL, FREE, H, D, V, D0, D1, BV, BN)  # fmt: skip
-    total, largest, acc = _keys(total, largest, acc, q0, q1, k, v, ids, q_id, row, end, high, first, most, SCALE,
+    total, largest, acc = _keys(total, largest, acc, q0, q1, k, v, ids, q_id, limit, end, high, first, most, SCALE,
                                 OFFSET, CAUSAL, BOUND, H, D, V, D0, D1, BV, BN)  # fmt: skip
     blind = (largest == float("-inf")) & (total == 0)
     at = (batch * T + row) * H + head
@@ -189,10 +200,11 @@ def parts(width: int) -> tuple[int, int]:
 
 class Shape(NamedTuple):
     """What an attention is of. causal: query i sees keys j <= i + offset. scale > 0. packed: of T = S tokens
-    with ids, int32 [B, T], of which 0 is padding, a query sees keys of its own id only. Then every launch is told,
-    int32 [B, blocks, 5], what its blocks read: of the five, from the first to the fourth, and if the fifth is not 0
-    the block is of one id, and so is all that, from the second to the third seen by the whole block: these two are
-    multiples of the tile's other size. (Else ids and bounds are not read, and any array will do.)"""
+    with ids, int32 [B, T], of which 0 is padding, a query sees keys of its own id only. ordered: a query says which key
+    is the last that it sees; the keys' ids, the queries' and these are one array, int32 [B, S + 2 T]. Either way every
+    launch is told, int32 [B, blocks, 5], what its blocks read: of the five, from the first to the fourth, and if the
+    fifth is not 0 the block is of one id, and so is all that, from the second to the third seen by the whole block:
+    these two are multiples of the tile's other size. (Else ids and bounds are not read, and any array will do.)"""
 
     batch: int
     queries: int
@@ -204,21 +216,25 @@ class Shape(NamedTuple):
     causal: bool
     offset: int = 0
     packed: bool = False
+    ordered: bool = False
 
     def check(self) -> None:
         dims = self.width, self.value
         require(supports(*dims) is None, "width, value", dims, f"{NARROWEST} to {WIDEST}, multiples of {MULTIPLE}")
         require(self.scale > 0, "scale", self.scale, "one above 0")
         tokens = self.queries, self.keys
-        require(not self.packed or tokens == (self.keys,) * 2, "queries, keys", tokens, "as many, where packed")
+        same = self.ordered or not self.packed or tokens == (self.keys,) * 2
+        require(same, "queries, keys", tokens, "as many, where packed")
+        causal = self.causal, self.offset
+        require(not self.ordered or causal == (True, 0), "causal, offset", causal, "True and 0, where ordered")
 
     def constants(self, tile: Tile) -> tuple[tuple[str, Any], ...]:
         self.check()
         d0, d1 = parts(self.width)
         return (("T", self.queries), ("S", self.keys), ("H", self.heads), ("D", self.width), ("V", self.value),
                 ("SCALE", self.scale), ("CAUSAL", self.causal), ("OFFSET", self.offset), ("PACKED", self.packed),
-                ("D0", d0), ("D1", d1), ("BV", max(power_of_two(self.value), 16)), ("BM", tile.queries),
-                ("BN", tile.keys))  # fmt: skip
+                ("ORDERED", self.ordered), ("D0", d0), ("D1", d1), ("BV", max(power_of_two(self.value), 16)),
+                ("BM", tile.queries), ("BN", tile.keys))  # fmt: skip
 
 
 def tile_of(op: str, shape: Shape, arch: int | None) -> Tile:

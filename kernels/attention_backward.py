@@ -15,6 +15,7 @@ from .attention import (
     LOG2E,
     Shape,
     keys_of,
+    last_key,
     live_tokens,
     place,
     read,
@@ -39,9 +40,9 @@ def _row(x, row, live, H: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _queries_of(bounds, batch, block, T: tl.constexpr, S: tl.constexpr, CAUSAL: tl.constexpr, OFFSET: tl.constexpr,
-                PACKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+                BOUNDED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """As `span`, of a block of keys."""
-    if PACKED:
+    if BOUNDED:
         first, low, mixed, begin, end, high = span(bounds, batch, block, (S + BN - 1) // BN, BM)
     else:
         first, low, mixed, begin, end, high = 0, 0, 0, 0, T // BM * BM, T
@@ -54,7 +55,7 @@ def _queries_of(bounds, batch, block, T: tl.constexpr, S: tl.constexpr, CAUSAL: 
 
 
 @triton.jit
-def _dq_keys(dq0, dq1, q0, q1, do, lse, delta, k, v, ids, q_id, row, low, high, least, most, SCALE: tl.constexpr,
+def _dq_keys(dq0, dq1, q0, q1, do, lse, delta, k, v, ids, q_id, limit, low, high, least, most, SCALE: tl.constexpr,
              OFFSET: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
              V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """dq over SCALE, of key blocks from `low` to `high`, of keys from `least` to `most`; lse is in powers of two."""
@@ -73,7 +74,7 @@ def _dq_keys(dq0, dq1, q0, q1, do, lse, delta, k, v, ids, q_id, row, low, high, 
         p = tl.exp2(tl.fma(logits, tl.full(logits.shape, SCALE * LOG2E, tl.float32), -lse[:, None]))
         if MASK != FREE:
             seen = seen_keys(
-                row[:, None], key[None, :], live[None, :], q_id[:, None], k_id[None, :], OFFSET, CAUSAL, MASK
+                limit[:, None], key[None, :], live[None, :], q_id[:, None], k_id[None, :], OFFSET, CAUSAL, MASK
             )
             p = tl.where(seen, p, 0.0)
         dp = tl.dot(do, tl.trans(values))
@@ -87,8 +88,8 @@ def _dq_keys(dq0, dq1, q0, q1, do, lse, delta, k, v, ids, q_id, row, low, high, 
 @triton.jit
 def dq_kernel(q, k, v, o, do, lse, dlse, ids, bounds, dq, delta, T: tl.constexpr, S: tl.constexpr,
               H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, SCALE: tl.constexpr, CAUSAL: tl.constexpr,
-              OFFSET: tl.constexpr, PACKED: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BV: tl.constexpr,
-              BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+              OFFSET: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+              BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     batch, head, block = place(T, BM, H)
     block = (T + BM - 1) // BM - 1 - block
     row = block * BM + tl.arange(0, BM)
@@ -100,15 +101,16 @@ def dq_kernel(q, k, v, o, do, lse, dlse, ids, bounds, dq, delta, T: tl.constexpr
     o += batch * T * H * V + head * V
     do += batch * T * H * V + head * V
     at = batch * T * H + head
-    live, q_id = live_tokens(ids + batch * T, row, 0, T, BY_ID if PACKED else BOUND)
+    ids += batch * (S + 2 * T if ORDERED else S)
+    live, q_id = live_tokens(ids + (S if ORDERED else 0), row, 0, T, BY_ID if PACKED else BOUND)
     q0 = read(q, row[:, None], live[:, None], d0[None, :], D, H * D, False)
     q1 = q0
     if D1:
         q1 = read(q, row[:, None], live[:, None], D0 + d1[None, :], D, H * D, False)
     cotangent = read(do, row[:, None], live[:, None], dv[None, :], V, H * V, False)
     outputs = read(o, row[:, None], live[:, None], dv[None, :], V, H * V, False)
-    first, low, mixed, begin, end, high = keys_of(bounds, batch, block, T, S, CAUSAL, OFFSET, PACKED, BM, BN)
-    ids += batch * S
+    first, low, mixed, begin, end, high = keys_of(bounds, batch, block, T, S, CAUSAL, OFFSET, PACKED or ORDERED, BM, BN)
+    limit = last_key(ids + S + T, row, T, ORDERED)
     lse_of = _row(lse + at, row, live, H, False)
     lse_of = tl.where(lse_of == float("-inf"), 0.0, lse_of * LOG2E)
     rest = tl.sum(outputs.to(tl.float32) * cotangent.to(tl.float32), axis=1) - _row(dlse + at, row, live, H, False)
@@ -116,13 +118,13 @@ def dq_kernel(q, k, v, o, do, lse, dlse, ids, bounds, dq, delta, T: tl.constexpr
     dq0, dq1 = tl.zeros((BM, D0), tl.float32), tl.zeros((BM, max(D1, 16)), tl.float32)
     most = tl.maximum(mixed, high)
     if PACKED:
-        dq0, dq1 = _dq_keys(dq0, dq1, q0, q1, cotangent, lse_of, rest, k, v, ids, q_id, row, low, mixed, first, most,
+        dq0, dq1 = _dq_keys(dq0, dq1, q0, q1, cotangent, lse_of, rest, k, v, ids, q_id, limit, low, mixed, first, most,
                             SCALE, OFFSET, CAUSAL, BY_ID, H, D, V, D0, D1, BV, BN)  # fmt: skip
-        dq0, dq1 = _dq_keys(dq0, dq1, q0, q1, cotangent, lse_of, rest, k, v, ids, q_id, row, low, begin, first, most,
+        dq0, dq1 = _dq_keys(dq0, dq1, q0, q1, cotangent, lse_of, rest, k, v, ids, q_id, limit, low, begin, first, most,
                             SCALE, OFFSET, CAUSAL, BOUND, H, D, V, D0, D1, BV, BN)  # fmt: skip
-    dq0, dq1 = _dq_keys(dq0, dq1, q0, q1, cotangent, lse_of, rest, k, v, ids, q_id, row, begin, end, first, most,
+    dq0, dq1 = _dq_keys(dq0, dq1, q0, q1, cotangent, lse_of, rest, k, v, ids, q_id, limit, begin, end, first, most,
                         SCALE, OFFSET, CAUSAL, FREE, H, D, V, D0, D1, BV, BN)  # fmt: skip
-    dq0, dq1 = _dq_keys(dq0, dq1, q0, q1, cotangent, lse_of, rest, k, v, ids, q_id, row, end, high, first, most,
+    dq0, dq1 = _dq_keys(dq0, dq1, q0, q1, cotangent, lse_of, rest, k, v, ids, q_id, limit, end, high, first, most,
                         SCALE, OFFSET, CAUSAL, BOUND, H, D, V, D0, D1, BV, BN)  # fmt: skip
     write(dq, dq0 * SCALE, row[:, None], d0[None, :], T, D, H * D)
     if D1:
@@ -133,7 +135,7 @@ def dq_kernel(q, k, v, o, do, lse, dlse, ids, bounds, dq, delta, T: tl.constexpr
 def _dkv_queries(dk0, dk1, dv, k0, k1, values, q, do, lse, delta, ids, k_id, key, low, high, least, most,
                  SCALE: tl.constexpr, OFFSET: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, H: tl.constexpr,
                  D: tl.constexpr, V: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BV: tl.constexpr,
-                 BM: tl.constexpr):  # fmt: skip
+                 BM: tl.constexpr, T: tl.constexpr, ORDERED: tl.constexpr):  # fmt: skip
     """dk over SCALE, and dv, of query blocks from `low` to `high`, of queries from `least` to `most`."""
     WHOLE: tl.constexpr = (MASK == FREE) & (D0 + D1 == D) & (BV == V)
     d0, d1, d = tl.arange(0, D0), tl.arange(0, max(D1, 16)), tl.arange(0, BV)
@@ -151,8 +153,9 @@ def _dkv_queries(dk0, dk1, dv, k0, k1, values, q, do, lse, delta, ids, k_id, key
         lse_of = tl.where(lse_of == float("-inf"), 0.0, lse_of * LOG2E)
         p = tl.exp2(tl.fma(logits, tl.full(logits.shape, SCALE * LOG2E, tl.float32), -lse_of[None, :]))
         if MASK != FREE:
+            limit = last_key(ids + T, row, T, ORDERED)
             seen = seen_keys(
-                row[None, :], key[:, None], live[None, :], q_id[None, :], k_id[:, None], OFFSET, CAUSAL, MASK
+                limit[None, :], key[:, None], live[None, :], q_id[None, :], k_id[:, None], OFFSET, CAUSAL, MASK
             )
             p = tl.where(seen, p, 0.0)
         dv = tl.dot(p.to(q0.dtype), cotangent, dv)
@@ -167,8 +170,8 @@ def _dkv_queries(dk0, dk1, dv, k0, k1, values, q, do, lse, delta, ids, k_id, key
 @triton.jit
 def dkv_kernel(q, k, v, do, lse, delta, ids, bounds, dk, dv, T: tl.constexpr, S: tl.constexpr,
                H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, SCALE: tl.constexpr, CAUSAL: tl.constexpr,
-               OFFSET: tl.constexpr, PACKED: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BV: tl.constexpr,
-               BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+               OFFSET: tl.constexpr, PACKED: tl.constexpr, ORDERED: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+               BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     batch, head, block = place(S, BN, H)
     key = block * BN + tl.arange(0, BN)
     d0, d1, d = tl.arange(0, D0), tl.arange(0, max(D1, 16)), tl.arange(0, BV)
@@ -180,27 +183,33 @@ def dkv_kernel(q, k, v, do, lse, delta, ids, bounds, dk, dv, T: tl.constexpr, S:
     do += batch * T * H * V + head * V
     lse += batch * T * H + head
     delta += batch * T * H + head
-    live, k_id = live_tokens(ids + batch * S, key, 0, S, BY_ID if PACKED else BOUND)
+    ids += batch * (S + 2 * T if ORDERED else S)
+    live, k_id = live_tokens(ids, key, 0, S, BY_ID if PACKED else BOUND)
     k0 = read(k, key[:, None], live[:, None], d0[None, :], D, H * D, False)
     k1 = k0
     if D1:
         k1 = read(k, key[:, None], live[:, None], D0 + d1[None, :], D, H * D, False)
     values = read(v, key[:, None], live[:, None], d[None, :], V, H * V, False)
-    first, low, mixed, begin, end, high = _queries_of(bounds, batch, block, T, S, CAUSAL, OFFSET, PACKED, BM, BN)
-    ids += batch * T
+    BOUNDED: tl.constexpr = PACKED or ORDERED
+    first, low, mixed, begin, end, high = _queries_of(bounds, batch, block, T, S, CAUSAL, OFFSET, BOUNDED, BM, BN)
+    ids += S if ORDERED else 0
     dk0, dk1 = tl.zeros((BN, D0), tl.float32), tl.zeros((BN, max(D1, 16)), tl.float32)
     total = tl.zeros((BN, BV), tl.float32)
     most = tl.maximum(mixed, high)
     if PACKED:
         dk0, dk1, total = _dkv_queries(dk0, dk1, total, k0, k1, values, q, do, lse, delta, ids, k_id, key, low, mixed,
-                                       first, most, SCALE, OFFSET, CAUSAL, BY_ID, H, D, V, D0, D1, BV, BM)  # fmt: skip
+                                       first, most, SCALE, OFFSET, CAUSAL, BY_ID, H, D, V, D0, D1, BV, BM, T,
+                                       ORDERED)  # fmt: skip
     if PACKED or CAUSAL:
         dk0, dk1, total = _dkv_queries(dk0, dk1, total, k0, k1, values, q, do, lse, delta, ids, k_id, key, low, begin,
-                                       first, most, SCALE, OFFSET, CAUSAL, BOUND, H, D, V, D0, D1, BV, BM)  # fmt: skip
+                                       first, most, SCALE, OFFSET, CAUSAL, BOUND, H, D, V, D0, D1, BV, BM, T,
+                                       ORDERED)  # fmt: skip
     dk0, dk1, total = _dkv_queries(dk0, dk1, total, k0, k1, values, q, do, lse, delta, ids, k_id, key, begin, end,
-                                   first, most, SCALE, OFFSET, CAUSAL, FREE, H, D, V, D0, D1, BV, BM)  # fmt: skip
+                                   first, most, SCALE, OFFSET, CAUSAL, FREE, H, D, V, D0, D1, BV, BM, T,
+                                   ORDERED)  # fmt: skip
     dk0, dk1, total = _dkv_queries(dk0, dk1, total, k0, k1, values, q, do, lse, delta, ids, k_id, key, end, high,
-                                   first, most, SCALE, OFFSET, CAUSAL, BOUND, H, D, V, D0, D1, BV, BM)  # fmt: skip
+                                   first, most, SCALE, OFFSET, CAUSAL, BOUND, H, D, V, D0, D1, BV, BM, T,
+                                   ORDERED)  # fmt: skip
     write(dk, dk0 * SCALE, key[:, None], d0[None, :], S, D, H * D)
     if D1:
         write(dk, dk1 * SCALE, key[:, None], D0 + d1[None, :], S, D, H * D)

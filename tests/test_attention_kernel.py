@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="needs torch (extra `golden`): kerne
 from torch_launch import GPU, run, to_numpy, to_torch  # noqa: E402  (before triton: it chooses the interpreter)
 
 pytest.importorskip("triton", reason="needs triton (extra `test`)")
-from jax_mla.attention_triton import bounds  # noqa: E402
+from jax_mla.attention_triton import bounds, bounds_by_last_key  # noqa: E402
 from kernels import attention, attention_backward, blocks  # noqa: E402
 
 pytestmark = [pytest.mark.golden, *([pytest.mark.gpu] if GPU else [])]
@@ -45,13 +45,22 @@ def reference(q, k, v, do, dlse, scale, seen):
     return o, np.moveaxis(lse, 1, 2), np.moveaxis(largest, 1, 2), *gradients, np.einsum("bhts,bthv->bshv", p, do)
 
 
-def every_kernel(shape, q, k, v, do, dlse, ids=None, dtype=None):
+def every_kernel(shape, q, k, v, do, dlse, ids=None, dtype=None, ordered=None):
+    """ordered: ids of queries and of keys, or None twice, and every query's last key."""
+
     def packing(op):
-        if ids is None:
+        nonlocal ids
+        if ids is None and ordered is None:
             return q, q
         tile = attention.tile_of(op, shape, None)
         sizes = (tile.keys, tile.queries) if op == "dkv" else (tile.queries, tile.keys)
-        table = bounds(ids, *sizes, shape.causal, op != "dkv")
+        if ordered is None:
+            table = bounds(ids, *sizes, shape.causal, op != "dkv")
+        else:
+            table = bounds_by_last_key(*ordered, shape.keys, *sizes, op != "dkv")
+            q_ids, k_ids, last = ordered
+            unread = np.full((shape.batch, shape.keys + shape.queries), 77)  # without ids
+            ids = np.concatenate([unread, last] if q_ids is None else [k_ids, q_ids, last], axis=1)
         return (torch.from_numpy(np.array(a, np.int32)).to(q.device) for a in (ids, table))
 
     o, lse, largest = run(attention.forward(shape, dtype), q, k, v, *packing("forward"))
@@ -116,6 +125,66 @@ def test_packed_sequences(causal):
     agree(every_kernel(shape, *given, ids, dtype=dtype), wanted, dtype)
 
 
+def last_keys(rng, queries, keys):
+    """Of three rows: two chunks, as of a device in context parallelism; anything, none and more than there are too;
+    rising."""
+    half = queries // 2
+    zigzag = np.concatenate([np.arange(half) + half, np.arange(queries - half) + keys - queries + half])
+    anything = rng.integers(-3, keys + 3, queries)
+    return np.stack([zigzag, anything, np.sort(anything)]).astype(np.int32)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("queries, keys", [(80, 160), (70, 41)])
+def test_every_query_has_its_last_key(queries, keys, packed):
+    """Packed: queries of ids that no key has, and the other way; ids in pieces; padding, with NaN in it."""
+    rng, dtype = np.random.default_rng(5), DTYPES[0]
+    last, q_ids, k_ids = last_keys(rng, queries, keys), None, None
+    seen = np.arange(keys) <= last[:, :, None]
+    arrays = draw(rng, queries, keys, 96, 64, batch=3)
+    exact = arrays = [to_numpy(to_torch(a, dtype)).astype(float) for a in arrays]
+    if packed:
+        q_ids, k_ids = (np.sort(rng.integers(0, 4, (3, n))).astype(np.int32) for n in (queries, keys))
+        q_ids[0], q_ids[1, 5:30] = 3, 9
+        k_ids[0, 30:], k_ids[1] = 3, rng.integers(0, 3, keys)  # queries of one id, that most keys have too
+        seen = seen & (q_ids[:, :, None] == k_ids[:, None]) & (q_ids != 0)[:, :, None]
+        dead = [q_ids == 0, k_ids == 0, k_ids == 0, q_ids == 0, q_ids == 0]
+        exact, arrays = ([np.where(d[..., *[None] * (a.ndim - 2)], fill, a) for a, d in zip(arrays, dead, strict=True)]
+                         for fill in (0, np.nan))  # fmt: skip
+    wanted = reference(*exact, 0.2, seen)
+    given = [to_torch(a, dtype) for a in arrays[:4]] + [to_torch(arrays[4])]
+    shape = attention.Shape(3, queries, keys, arrays[0].shape[2], 96, 64, 0.2, True, packed=packed, ordered=True)
+    agree(every_kernel(shape, *given, dtype=dtype, ordered=(q_ids, k_ids, last)), wanted, dtype)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_bounds_by_last_key(packed):
+    """As `test_bounds`."""
+    rng, inner = np.random.default_rng(6), 0
+    for queries, keys in ((80, 160), (70, 41)):
+        last, q_ids, k_ids = last_keys(rng, queries, keys), None, None
+        seen = np.arange(keys) <= last[:, :, None]
+        if packed:
+            q_ids, k_ids = (np.sort(rng.integers(0, 3, (3, n))).astype(np.int32) for n in (queries, keys))
+            q_ids[0], k_ids[0, 30:], k_ids[1] = 2, 2, rng.integers(0, 3, keys)
+            seen = seen & (q_ids[:, :, None] == k_ids[:, None]) & (q_ids != 0)[:, :, None]
+        for (own, other), of_queries in itertools.product([(16, 8), (8, 16), (32, 32)], (True, False)):
+            found = np.asarray(bounds_by_last_key(q_ids, k_ids, last, keys, own, other, of_queries))
+            pairs = seen if of_queries else np.swapaxes(seen, 1, 2)
+            assert found.shape == (3, -(-pairs.shape[1] // own), 5)
+            for row, block in itertools.product(range(3), range(found.shape[1])):
+                first, begin, end, high, one = found[row, block]
+                mine = pairs[row, block * own : (block + 1) * own]
+                asked = np.arange(first, high)
+                assert not np.delete(mine, asked, axis=1).any() and begin % other == end % other == 0 and begin <= end
+                if np.all(np.diff(last[row]) >= 0) and not packed:  # nothing is asked that nobody sees
+                    assert mine[:, first:high].any(0).all()
+                if one:
+                    assert mine[:, begin:end].all() and end <= max(high, begin) <= pairs.shape[2] + other - 1
+                    inner += end - begin
+    assert inner > 0
+
+
 def test_nan_is_seen_and_very_negative_logits_are_none():
     """Case 33 of public reports; NaN reaches what sees it and nothing else."""
     dtype, seen = DTYPES[0], np.tril(np.ones((2, 100, 100), bool))
@@ -140,6 +209,7 @@ def test_what_no_kernel_takes():
         (dict(scale=0.0), "scale: found 0.0, wanted one above 0"),
         (dict(width=512), "width, value: found .512, 64., wanted 64 to 256"),
         (dict(queries=16, packed=True), "queries, keys: found .16, 32., wanted as many, where packed"),
+        (dict(causal=False, ordered=True), "causal, offset: found .False, 0., wanted True and 0, where ordered"),
     ):
         with pytest.raises(ValueError, match=message):
             attention.forward(shape._replace(**changed), "bfloat16")
