@@ -170,8 +170,10 @@ def run(context: Context, flow: Callable, results: int, params: dict, x, positio
         return flow(context, params, x, *_tokens(context, x, positions, segment_ids))
 
     arrays = params, x, positions, segment_ids
-    if context.kind != AxisType.Explicit:
+    if context.kind == AxisType.Manual:
         return on_tokens(context, *arrays)
+    if context.kind == AxisType.Auto:  # outside jit a constraint may leave no dim open
+        return jax.jit(functools.partial(on_tokens, context), inline=True)(*arrays)
     # As under an Auto mesh: in `shard_map` over some axes XLA gathers what others spread.
     dims = list(sharding.spec(x))
     dims[1] = (context.axis,)
@@ -179,9 +181,9 @@ def run(context: Context, flow: Callable, results: int, params: dict, x, positio
     axes = tuple(n for n, kind in _kinds(explicit).items() if kind == AxisType.Explicit)
     specs = P(*(dim or None for dim in dims)), *[P()] * (results - 1)
     inside = context._replace(kind=AxisType.Auto, mesh=_auto(explicit))
-    return jax.sharding.auto_axes(
-        functools.partial(on_tokens, inside), axes=axes, out_sharding=tuple(NamedSharding(explicit, s) for s in specs)
-    )(*arrays)
+    shardings = tuple(NamedSharding(explicit, s) for s in specs)
+    body = jax.sharding.auto_axes(functools.partial(on_tokens, inside), axes=axes, out_sharding=shardings)
+    return jax.jit(body, inline=True)(*arrays)
 
 
 def _tokens(context: Context, x: jax.Array, positions, segment_ids) -> tuple:
