@@ -1,13 +1,13 @@
 """The whole flow of Multi-head Latent Attention, in reading order."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import checks, context, dispatch, mxfp8, operands, segments
+from jax_mla import checks, context, dispatch, mxfp8, operands, segments, sharding
 from jax_mla import params as parameters
 from jax_mla import remat as policies
 from jax_mla.attention import attention
@@ -36,7 +36,7 @@ def mla(
     """y = MLA(x): causal self-attention through low-rank latents (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
     params: the flat dict of `init`, floating arrays of any mix of dtypes, or what `quantize_params` makes of it.
-    x: floating [B, T, M].
+    x: floating [B, T, M]. Its tokens may be spread over the mesh axis of heads: docs/sharding.md.
     positions: integers [T] or [B, T], tokens; by default 0 .. T - 1, restarting with every segment.
     segment_ids: integers [B, T] for packed rows; 0 is padding: its rows give 0, and nothing in them (NaN too) reaches
     an output or a gradient.
@@ -73,6 +73,8 @@ def mla(
         segment_ids = segments.check_ids("segment_ids", segment_ids, B=batch, T=length)
         if recipe is not None:  # as given: under jit what `check_ids` returns is traced
             segments.check_blocks("segment_ids", given, BLOCK)
+        if spread is None:
+            segment_ids = sharding.whole_tokens(segment_ids)
     if positions is None and spread is None:
         positions = (
             jnp.arange(length, dtype=jnp.int32) if segment_ids is None else segments.positions_within(segment_ids)
@@ -84,6 +86,8 @@ def mla(
     if positions is not None and positions.ndim == 1:
         positions = positions[None]  # the tables are saved once, in the rank that every op wants
     return_max_logit = checks.static_bool("return_max_logit", return_max_logit)
+    if spread is None:
+        positions = sharding.whole_tokens(positions)
     settings = config, recipe, implementation, return_max_logit
 
     def flow(spread, *arrays):
@@ -106,12 +110,13 @@ def _flow(
     segment_ids,
     keys: context.Keys | None = None,
 ):
-    x = segments.zero_padding(x, segment_ids)
+    given = x = segments.zero_padding(x, segment_ids)
+    whole = _whole if spread is None else lambda array: array
     cos, sin = rope_tables(positions, config.rope, config.qk_rope_head_dim)
     if recipe is not None:  # once, for both down-projections
         x = mxfp8.quantize_mxfp8(x, usage="both", implementation=implementation)
-    q = queries(p, x, config, cos, sin, recipe, implementation)
-    latent = _latent(p, x, recipe, implementation)
+    q = queries(p, x, config, cos, sin, recipe, implementation, whole)
+    latent = whole(_latent(p, x, recipe, implementation))
     if keys is not None:
         cos, sin = rope_tables(keys.positions, config.rope, config.qk_rope_head_dim)
 
@@ -126,20 +131,29 @@ def _flow(
         return _attend(q, k, v, config, implementation, max_logit, **sees)
 
     if spread is None:
-        o, *largest = heads(q, latent, None, segment_ids)
+        o, *largest = heads(q, latent, None, whole(segment_ids))
     else:
         o, *largest = spread.attend(heads, q, latent, keys, segment_ids)
-    return _out(p, o, segment_ids, recipe, implementation), *largest
+    y = whole(_out(p, whole(o), segment_ids, recipe, implementation))
+    return y if spread is not None else sharding.tokens_as(y, given), *largest
 
 
-def queries(p, x, config: MLAConfig, cos, sin, recipe, implementation: dispatch.Choice) -> operands.Operand:
+def _whole(operand: operands.Operand | None) -> operands.Operand | None:
+    """Sequence parallelism: where x's tokens are spread, over the axis of heads say, what is gathered are latents on
+    their way up and y's cotangent on its way down, which are small; between them only heads are spread."""
+    return jax.tree.map(sharding.whole_tokens, operand)
+
+
+def queries(
+    p, x, config: MLAConfig, cos, sin, recipe, implementation: dispatch.Choice, whole: Callable = _whole
+) -> operands.Operand:
     """[B, T, H, N + P]: down to the latent, normalise, up to heads, rotate."""
     up = _up(config, recipe, implementation)
     if config.q_lora_rank is None:
-        return q_up_proj_rope(x, p["wq"], cos, sin, **up)
+        return q_up_proj_rope(whole(x), p["wq"], cos, sin, **up)
     down = dict(recipe=recipe, implementation=implementation)
     q_latent = checkpoint_name(linear(x, p["wq_a"], p.get("wq_a_bias"), **down), "query_wa_proj")
-    return q_up_proj_rope(q_latent, p["wq_b"], cos, sin, norm_scale=p["q_norm"], **up)
+    return q_up_proj_rope(whole(q_latent), p["wq_b"], cos, sin, norm_scale=p["q_norm"], **up)
 
 
 def _latent(p, x, recipe, implementation: dispatch.Choice) -> jax.Array:
@@ -155,7 +169,7 @@ def _parts(latent: jax.Array, config: MLAConfig) -> tuple[jax.Array, jax.Array]:
 
 def latents(p, x, config: MLAConfig, cos, sin, implementation: dispatch.Choice) -> tuple[jax.Array, jax.Array]:
     """What generation keeps of a token: the normalised latent [B, T, C], the rotated shared key [B, T, P]."""
-    c, k_pe = _parts(_latent(p, x, None, implementation), config)
+    c, k_pe = _parts(_whole(_latent(p, x, None, implementation)), config)
     c = rms_norm(c, p["kv_norm"], config.norm_eps, implementation=implementation)
     layout = dict(input_layout=config.rope.input_layout, implementation=implementation)
     return c, apply_rope(k_pe[..., None, :], cos, sin, **layout)[..., 0, :]
@@ -187,7 +201,8 @@ def with_latents(p, x, config: MLAConfig, segment_ids, implementation: dispatch.
     up = _up(config, None, implementation) | dict(input_layout="halves")
     k, v = kv_up_proj_rope(c, p["wkv_b"], k_pe, *still, **up)
     (o,) = _attend(q, k, v, config, implementation, False, segment_ids=segment_ids)
-    return _out(p, o, segment_ids, None, implementation), c, k_pe
+    y = _whole(_out(p, _whole(o), segment_ids, None, implementation))
+    return sharding.tokens_as(y, x), c, k_pe
 
 
 def _up(config: MLAConfig, recipe, implementation: dispatch.Choice) -> dict:

@@ -10,6 +10,7 @@ Gradients: `cotangent` gives a cotangent its primal's dtype, varying axes and sh
 gradient is summed over the devices exactly once (and not at all where `shard_map(check_vma=False)` will do it).
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -75,6 +76,34 @@ def follow(parameter: jax.Array, y: jax.Array | None = None) -> jax.Array:
     mesh = _explicit_mesh(parameter, y)
     wanted = ((),) * parameter.ndim if y is None else spec(y)[y.ndim - parameter.ndim :]
     return parameter if mesh is None or spec(parameter) == wanted else reshard(parameter, mesh, _partition(wanted))
+
+
+def whole_tokens(x: jax.Array) -> jax.Array:
+    """x [B, T, ...] with every token on every device, its other dims and those of its cotangent spread as they were.
+
+    Under an Explicit mesh it is gathered if its type says that it must be; under an Auto one, where no type does, XLA
+    is told, and gathers what is spread."""
+    mesh = jax.typeof(x).sharding.mesh
+    auto = not mesh.empty and all(kind != AxisType.Explicit for kind in mesh.axis_types)
+    if auto and AxisType.Auto in mesh.axis_types:
+        dims = [None if axis == 1 else PartitionSpec.UNCONSTRAINED for axis in range(x.ndim)]
+        return _constrained(NamedSharding(mesh, PartitionSpec(*dims)), x)
+    dims = spec(x)
+    return reshard(x, mesh, _partition([dims[0], (), *dims[2:]])) if dims[1] else x
+
+
+# Outside jit a constraint may leave no dim open.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _constrained(sharding: NamedSharding, x: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def tokens_as(y: jax.Array, x: jax.Array) -> jax.Array:
+    """y [B, T, ...], whose tokens are whole, with them spread as x's type says that they are in x."""
+    tokens, dims = spec(x)[1], spec(y)
+    if not tokens or dims[1] == tokens:
+        return y
+    return reshard(y, jax.typeof(x).sharding.mesh, _partition([dims[0], tokens, *dims[2:]]))
 
 
 def own_heads(x: jax.Array, w: jax.Array) -> Axes:
