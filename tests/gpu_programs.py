@@ -7,6 +7,7 @@ would: so nobody else wants the buffer that the inverse RoPE is to overwrite. Ne
 plugin with its PJRT library. A process of its own: XLA reads its flags once.
 """
 
+import functools
 import json
 import os
 import re
@@ -159,11 +160,37 @@ def layer_on_eight(_) -> dict:
     params = {name: array(a.shape, a.dtype, heads.get(name, P())) for name, a in params.items()}
     x = array((4, 256, config.hidden_size), BF16, P("data"))
 
-    def step(params, x, dy):
-        y, pullback = jax.vjp(lambda p, x: mla(p, x, config, implementation=("cudnn", "triton", "xla")), params, x)
+    run = functools.partial(mla, config=config, implementation=("cudnn", "triton", "xla"))
+    return said(run, params, x)
+
+
+def context_on_eight(_) -> dict:
+    """The same of packed rows whose tokens are spread too: batch, tokens and heads over 2 GPUs each."""
+    mesh = Mesh(np.reshape(gpus("1x1x8"), (2, 2, 2)), ("data", "context", "model"))
+    config = MLAConfig(512, 8, 256, 128, NOPE, ROTARY, V)
+    heads = {"wq_b": P(None, "model"), "wkv_b": P(None, "model"), "wo": P("model")}
+
+    def array(shape, dtype, *spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    params = jax.eval_shape(lambda: init(jax.random.key(0), config))
+    params = {name: array(a.shape, a.dtype, *heads.get(name, P())) for name, a in params.items()}
+    x, ids = array((4, 256, 512), BF16, "data", "context"), array((4, 256), jnp.int32, "data", "context")
+
+    def run(params, x, ids):
+        return mla(params, x, config, segment_ids=ids, context_axis="context", implementation=("triton", "xla"))
+
+    return said(run, params, x, ids)
+
+
+def said(run, params, x, *others) -> dict:
+    """Of y = run(params, x, *others), which is like x, and its gradients: what collectives give, and launches."""
+
+    def step(params, x, dy, *others):
+        y, pullback = jax.vjp(lambda p, x: run(p, x, *others), params, x)
         return y, pullback(dy)
 
-    text = jax.jit(step).trace(params, x, x).lower(lowering_platforms=("cuda",)).compile().as_text()
+    text = jax.jit(step).trace(params, x, x, *others).lower(lowering_platforms=("cuda",)).compile().as_text()
     found = {name: [] for name in COLLECTIVES}
     for line in text.splitlines():
         for name in COLLECTIVES:
@@ -192,7 +219,7 @@ def attention_alone(sharding) -> dict:
 
 
 # What is not an up-projection, by name.
-OTHERS = {"mesh": layer_on_eight, "attention": attention_alone}
+OTHERS = {"mesh": layer_on_eight, "context": context_on_eight, "attention": attention_alone}
 
 _INSTRUCTION = re.compile(r"(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)")
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")

@@ -110,3 +110,18 @@ def test_kernels_under_an_auto_mesh_gather_nothing(monkeypatch):
     assert 2 * 256 * ROTARY in found["all-reduce"], "the shared rotary key's gradient, once"
     activation = 2 * 256 * 8 // 4 * 192  # of a GPU: batch 4 over 2, 8 heads over 4
     assert activation not in found["all-reduce"], found
+
+
+def test_context_parallelism_gathers_latents(monkeypatch):
+    """With our Triton kernels, attention's three among them, on packed rows: one all-gather, of latents and ids, one
+    reduce-scatter, of the latents' gradient. (What is asynchronous lists what it reads as well.)"""
+    found = compiled(monkeypatch, "context")["context"]
+    assert (found.pop("kernels"), found.pop("attention")) == (11, 0)
+    rows, tokens, latent = 4 // 2, 256, 128 + ROTARY
+    each = rows * tokens * (latent + 1)
+    assert found["all-gather"] in ([each], [each + each // 2]), found
+    each = rows * tokens * latent
+    assert found["reduce-scatter"] in ([each // 2], [each + each // 2]), found
+    assert not found["all-to-all"] and not found["collective-permute"], found
+    heads = {rows * tokens * (8 // 2) * width for width in (192, 128)}  # dk and dv meet nowhere
+    assert not heads.intersection(found["all-reduce"]), found
