@@ -202,9 +202,9 @@ class Compiler:
     def _compile(self, card: str, mesh, step, outputs, arguments, donate=()):
         import jax
 
-        from jax_mla import launches
+        from jax_mla import compile_for
 
         shardings = jax.tree.map(lambda a: a.sharding, outputs)
-        with launches.triton.compile_for(CAPABILITY[card]), jax.set_mesh(mesh):
+        with compile_for(CAPABILITY[card]), jax.set_mesh(mesh):
             traced = jax.jit(step, out_shardings=shardings, donate_argnums=donate).trace(*arguments)
             return traced.lower(lowering_platforms=("cuda",)).compile()

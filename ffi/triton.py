@@ -24,7 +24,12 @@ TARGETS = ("triton_kernel_call", "triton_kernel_call_ffi")
 @contextlib.contextmanager
 def compile_for(compute_capability: int):
     """Within it, programs are traced for that GPU (90 is Hopper, 100 Blackwell), whether or not there is one here: what
-    lowering with `lowering_platforms=("cuda",)` on another machine needs."""
+    lowering with `lowering_platforms=("cuda",)` on another machine needs.
+
+    compute_capability: ten times the major plus the minor one, as an int. Raises ValueError for anything else.
+    """
+    if isinstance(compute_capability, bool) or not isinstance(compute_capability, int) or compute_capability < 10:
+        raise ValueError(f"compute_capability: found {compute_capability!r}, wanted an int like 90, for 9.0")
     token = _capability.set(compute_capability)
     try:
         yield

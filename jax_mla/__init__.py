@@ -3,9 +3,9 @@
 Functions: `mla` (the layer), `init`, and its ops `rope_tables`, `apply_rope`, `apply_rope_kv`, `rms_norm`,
 `q_up_proj_rope`, `kv_up_proj_rope`, `attention`; MXFP8 tensors: `quantize_mxfp8`, `dequantize`, `rms_norm_quantize`,
 `quantize_params`, `quantize_swizzled`, `swizzle_scales`, `unswizzle_scales`. Generation: `init_cache`, `prefill`,
-`decode` and their `LatentCache`. `zigzag`: the order of tokens for context parallelism. `qk_clip` for Muon. Flax
-modules: `jax_mla.linen.MLA`, `jax_mla.nnx.MLA` (import them by name: this package itself needs no Flax). Checkpoints:
-`jax_mla.convert`.
+`decode` and their `LatentCache`. `zigzag`: the order of tokens for context parallelism. `qk_clip` for Muon.
+`compile_for`: kernels for a GPU that is not here. Flax modules: `jax_mla.linen.MLA`, `jax_mla.nnx.MLA` (import them by
+name: this package itself needs no Flax). Checkpoints: `jax_mla.convert`.
 
 Shapes: B batch, T query length, S key length, M hidden size, H heads, R q_lora_rank, C kv_lora_rank,
 N qk_nope_head_dim, P qk_rope_head_dim, V v_head_dim, D = N + P.
@@ -19,6 +19,7 @@ from jax_mla.context import zigzag
 from jax_mla.decode import LatentCache, decode, init_cache, prefill
 from jax_mla.dequantize import dequantize
 from jax_mla.dispatch import implementations
+from jax_mla.ffi.triton import compile_for
 from jax_mla.kv_up import kv_up_proj_rope
 from jax_mla.layer import mla
 from jax_mla.mxfp8 import quantize_mxfp8
@@ -45,6 +46,7 @@ __all__ = [
     "apply_rope",
     "apply_rope_kv",
     "attention",
+    "compile_for",
     "convert",
     "decode",
     "dequantize",

@@ -44,11 +44,10 @@ def step(compiler, card: str, plan: Plan):
     import jax.numpy as jnp
     import numpy as np
     from jax.sharding import AxisType, Mesh
-    from jax_mla.ffi.triton import compile_for
 
     from flax_examples import loop, mesh, options
     from flax_examples.model import ModelConfig
-    from jax_mla import MLAConfig
+    from jax_mla import MLAConfig, compile_for
 
     devices = np.reshape(compiler.devices(card, plan.gpus), [plan.axes[axis] for axis in mesh.AXES])
     layout = mesh.Layout(Mesh(devices, tuple(mesh.AXES), axis_types=(AxisType.Auto,) * devices.ndim))

@@ -12,11 +12,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_mla.ffi import cudnn_attention
-from jax_mla.ffi.triton import compile_for
 from judge import assert_close, assert_same, draw
 from test_gpu_programs import compiled
 
-from jax_mla import attention, attention_cudnn, quantize_mxfp8
+from jax_mla import attention, attention_cudnn, compile_for, quantize_mxfp8
 
 CUDNN = dict(implementation="cudnn")
 BF16 = jnp.bfloat16

@@ -16,11 +16,10 @@ import pytest
 import reference
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax_mla.ffi import cudnn, cudnn_attention, cudnn_attention_mxfp8
-from jax_mla.ffi.triton import compile_for
 from judge import assert_close, error
 from test_attention_cudnn import played_backward
 
-from jax_mla import attention, attention_cudnn, attention_mxfp8, quantize_mxfp8, swizzle_scales
+from jax_mla import attention, attention_cudnn, attention_mxfp8, compile_for, quantize_mxfp8, swizzle_scales
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 COPIES = ("rowwise", "rowwise", "columnwise")

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_mla.ffi.triton import compile_for
 from judge import assert_close, assert_same
 from test_attention_cudnn import BF16, IDS, LENGTHS, arguments, both_passes, heads, on_gpu, packed_on_gpu
 
-from jax_mla import attention, quantize_mxfp8
+from jax_mla import attention, compile_for, quantize_mxfp8
 
 TRITON = dict(implementation="triton")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_mla import dispatch, implementations
+from jax_mla import compile_for, dispatch, implementations
 
 
 def table(**reasons):
@@ -62,3 +62,10 @@ def test_implementations_say_what_runs_here_and_why_the_rest_does_not():
     for reasons in report.values():
         assert list(reasons) == list(dispatch.NAMES) and reasons["xla"] == ""
         assert all(reasons[name] for name in ("triton", "mosaic", "cudnn"))
+
+
+@pytest.mark.parametrize("capability", [9.0, "90", True, 9])
+def test_a_gpu_to_compile_for_is_an_int(capability):
+    with pytest.raises(ValueError, match=f"compute_capability: found {capability!r}, wanted an int like 90"):
+        with compile_for(capability):
+            pass

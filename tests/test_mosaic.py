@@ -15,7 +15,6 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
 from jax_mla.ffi import triton
-from jax_mla.ffi.triton import compile_for
 from jax_mla.kernels import mosaic_up_proj
 from judge import draw
 from test_gpu_programs import pjrt
@@ -24,6 +23,7 @@ from test_lowering import script
 from jax_mla import (
     MXFP8Tensor,
     RopeConfig,
+    compile_for,
     dequantize,
     implementations,
     kv_up_proj_rope,

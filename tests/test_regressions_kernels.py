@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_mla.ffi import triton
-from jax_mla.ffi.triton import compile_for
 from judge import draw
 
 from benchmarks import cases
@@ -18,6 +17,7 @@ from benchmarks.__main__ import main
 from jax_mla import (
     MLAConfig,
     apply_rope,
+    compile_for,
     launches,
     norm,
     q_up_proj_rope,
