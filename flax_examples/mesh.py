@@ -35,7 +35,7 @@ RULES = (
     ("mlp", "tp"),
     ("vocab", "tp"),
 )
-REFUSED = {"cp": "context parallelism is not in this version"}
+REFUSED = {"cp": "context parallelism is the layer's (context_axis), the example's rows are not cut"}
 
 
 def parse(text: str) -> dict[str, int]:
