@@ -256,12 +256,13 @@ from benchmarks import scaling, scaling_programs
 from benchmarks.scaling_model import Plan
 scaling_programs.missing()
 with scaling_programs.Compiler() as compiler:
-    print(json.dumps(scaling.described(compiler.layer("h200", Plan(fsdp=4, tp=2)))))
+    for scaling_programs.TOKEN_AXIS in (None, "tp"):
+        print(json.dumps(scaling.described(compiler.layer("h200", Plan(fsdp=4, tp=2)))))
 """
 
 
 def test_compiled_again(monkeypatch):
-    """One layer over eight H200s, by the jax that is installed."""
+    """One layer over eight H200s, by the jax that is installed; and with x's tokens spread over tp."""
     monkeypatch.setattr(sys, "path", [*sys.path])  # to which it adds
     reason = scaling_programs.missing()
     if reason is not None:
@@ -270,7 +271,15 @@ def test_compiled_again(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
-    plan, found = Plan(fsdp=4, tp=2), json.loads(done.stdout.splitlines()[-1])
+    found, spread = map(json.loads, done.stdout.splitlines()[-2:])
+    plan = Plan(fsdp=4, tp=2)
     assert found["argument_bytes"] == model.layer_arguments(plan)
     assert amounts(found["collectives"]) == amounts(model.collectives(plan))
     assert found["custom_calls"]["__cudnn$fmhaSoftmax"] == 1
+    # Sequence parallelism: latents and y's cotangent are gathered besides, y scattered where it was summed.
+    tokens = {n: f"bf16[2,{TOKENS},{n}] over 2" for n in (model.M, model.R, model.C + model.P)}
+    gathered = found["collectives"]["all-gather"] | dict.fromkeys(tokens.values(), 1)
+    assert spread["collectives"]["all-gather"] == gathered
+    assert spread["collectives"]["reduce-scatter"][tokens[model.M]] == 1
+    assert tokens[model.M] not in spread["collectives"]["all-reduce"]
+    assert spread["custom_calls"] == found["custom_calls"]
