@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_mla import (
@@ -77,6 +78,8 @@ def attention(
 
     Raises ValueError or TypeError naming the argument; NotImplementedError if no implementation fits.
     """
+    # numpy's float64 is float32 to JAX out of x64 mode.
+    q, k, v = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (q, k, v))
     sequences = None
     quantized = operands.kind(q) != "array"
     if cu_seqlens is not None:
@@ -98,6 +101,9 @@ def attention(
     for argument, array in (("k", k), ("v", v)):
         if array.dtype != q.dtype:
             raise TypeError(f"{argument}: found dtype {array.dtype}, wanted q's, which is {q.dtype}")
+    for argument, array, letter in (("q", q, "D"), ("v", v, "V")):
+        if not sizes[letter]:  # of no dims there would still be a softmax
+            raise checks.found(argument, operands.shaped(array), f"heads of at least one dim {letter}")
     scale = max(sizes["D"], 1) ** -0.5 if scale is None else checks.static_float("scale", scale)
     if not isinstance(causal, bool | str) or causal not in CAUSAL:
         raise checks.found("causal", causal, "True, False or 'bottom_right'")
@@ -162,7 +168,9 @@ def _packed_ids(q, k, cu_seqlens, segment_ids, kv_segment_ids) -> jax.Array:
     """cu_seqlens as ids: [T] for packed tokens without a batch dim, [B, T] for rows of them."""
     if segment_ids is not None or kv_segment_ids is not None:
         raise ValueError("cu_seqlens: found segment ids besides, wanted one of the two")
-    one_row = getattr(cu_seqlens, "ndim", 2) == 1
+    if getattr(cu_seqlens, "ndim", None) not in (1, 2):
+        segments.segment_ids_from_cu_seqlens(cu_seqlens, 0)  # says what is wrong
+    one_row = cu_seqlens.ndim == 1
     q, k = operands.shaped(q), operands.shaped(k)
     sizes = checks.dims("q", q, "T H D" if one_row else "B T H D")
     if checks.dims("k", k, "S H D" if one_row else "B S H D")["S"] != sizes["T"]:
@@ -219,15 +227,30 @@ def _run(direction: str, static: Static, dtype, last_key, q, k, v, *arrays):
     if direction == "forward" and attention_mxfp8.supports(static, q, k, v, arrays[0]) is None:
         return attention_mxfp8.forward(static, q, k, v)
     q, k, v = (operands.read(x, dtype, usage) for x, usage in zip((q, k, v), _READ, strict=True))
-    choice = static.implementation
-    if choice is None and arrays[0] is not None:
-        choice = _PACKED
-    chosen = dispatch.choose("attention", IMPLEMENTATIONS, choice, static, q, k, v, *arrays[:2])
+    chosen = _choose(static, q, k, v, *arrays[:2])
     function = functools.partial(getattr(chosen, direction), static)
     arrays = (q, k, v, *arrays, *((last_key,) if static.ordered else ()))
     # Left to itself XLA would gather queries for the loop over their blocks.
     opaque = chosen.opaque or static.ordered
     return sharding.local("attention", _RULES[direction, static.ordered], function, *arrays, opaque=opaque)
+
+
+def _choose(static: Static, q, k, v, q_ids, k_ids) -> dispatch.Implementation:
+    choice = static.implementation
+    if choice is None and q_ids is not None:
+        choice = _PACKED
+    return dispatch.choose("attention", IMPLEMENTATIONS, choice, static, q, k, v, q_ids, k_ids)
+
+
+def _check_backward(static: Static, *arrays) -> None:
+    """Before the forward pass is launched: that something can run the backward pass in its own dtype."""
+    if static.grad_dtype in (None, static.dtype):
+        return
+    *qkv, q_ids, k_ids = arrays
+    try:
+        _choose(static, *(jax.ShapeDtypeStruct(x.shape, static.grad_dtype) for x in qkv), q_ids, k_ids)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{error} (of the backward pass, by grad_dtype={static.grad_dtype})") from None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -249,6 +272,7 @@ class Residuals(NamedTuple):
 
 
 def _attention_fwd(static: Static, q, k, v, q_ids, k_ids, last_key):
+    _check_backward(static, q, k, v, q_ids, k_ids)
     o, lse, max_logits = _run("forward", static, static.dtype, last_key, q, k, v, q_ids, k_ids)
     o = o.astype(q.dtype)
     # Named here, since here they are residuals: a policy that keeps both does not run the forward pass again.

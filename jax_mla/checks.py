@@ -41,6 +41,14 @@ def dims(argument: str, x: jax.Array, letters: str, **sizes: int) -> dict[str, i
     return known
 
 
+def cast(argument: str, x: Any, letters: str, dtype_wanted: Any) -> jax.Array:
+    """x in the `dtype` that a module was made with, as it is where that is None."""
+    if dtype_wanted is None:
+        return x
+    dims(argument, x, letters)
+    return x.astype(dtype("dtype", dtype_wanted))
+
+
 def floating(argument: str, x: jax.Array) -> None:
     """bf16, fp16, fp32 or fp64: the dtypes an op computes in. (8-bit floats come as quantised tensors, never bare.)"""
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
@@ -81,7 +89,7 @@ def integers(argument: str, x: Any) -> jax.Array:
 
 
 def choice(argument: str, value: Any, choices: tuple) -> None:
-    if value not in choices:
+    if not isinstance(value, str | None) or value not in choices:  # an array is equal to nothing as a whole
         raise found(argument, value, "one of " + ", ".join(map(repr, choices)))
 
 

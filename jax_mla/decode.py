@@ -142,7 +142,7 @@ def decode(
     o = _attend(params, config, q, cache, seen)
     y = linear(o, params["wo"], params.get("wo_bias"), contract=2, implementation=implementation)
     y = jnp.where(valid[..., None], y, 0)
-    return jnp.where(full[:, None, None], jnp.nan, y), cache
+    return jnp.where(full[:, None, None], np.asarray(np.nan, y.dtype), y), cache
 
 
 def _attend(params, config: MLAConfig, q: jax.Array, cache: LatentCache, seen: jax.Array) -> jax.Array:
@@ -153,7 +153,7 @@ def _attend(params, config: MLAConfig, q: jax.Array, cache: LatentCache, seen: j
     absorbed = sharding.einsum("bthn,chn->bthc", q[..., :N], w[..., :N], dtype)
     logits = sharding.einsum("bthc,bsc->bths", absorbed, latents, wide)
     logits += sharding.einsum("bthp,bsp->bths", q[..., N:], keys, wide)
-    logits = jnp.where(seen[:, :, None], logits * config.softmax_scale, -jnp.inf)
+    logits = jnp.where(seen[:, :, None], logits * config.softmax_scale, np.asarray(-np.inf, wide))
     weights = jax.nn.softmax(logits, axis=-1).astype(dtype)
     mixed = sharding.einsum("bths,bsc->bthc", weights, latents, dtype)
     return sharding.einsum("bthc,chv->bthv", mixed, w[..., N:], dtype)
@@ -169,6 +169,12 @@ def _check(params, x, config, cache, lengths, implementation):
     sizes = checks.dims("cache.latents", cache.latents, "B S C", B=batch, C=config.kv_lora_rank)
     checks.dims("cache.keys", cache.keys, "B S P", B=batch, S=sizes["S"], P=config.qk_rope_head_dim)
     checks.dims("cache.lengths", cache.lengths, "B", B=batch)
+    checks.floating("cache.latents", cache.latents)
+    if cache.keys.dtype != cache.latents.dtype:
+        raise TypeError(f"cache.keys: found dtype {cache.keys.dtype}, wanted that of latents, {cache.latents.dtype}")
+    checks.integer("cache.lengths", cache.lengths)
+    if not isinstance(cache.lengths, jax.core.Tracer) and batch and int(jnp.min(cache.lengths)) < 0:
+        raise checks.found("cache.lengths", f"{int(jnp.min(cache.lengths))}", "at least 0")
     if lengths is not None:
         lengths = checks.integers("lengths", lengths)
         checks.dims("lengths", lengths, "B", B=batch)

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jax_mla import layer, params
+from jax_mla import checks, layer, params
 from jax_mla.config import MLAConfig
 from jax_mla.decode import LatentCache, decode, prefill
 
@@ -65,5 +65,5 @@ class MLA(nn.Module):
             name: self.param(name, nn.with_logical_partitioning(initializer, spec.axes), name, spec)
             for name, spec in params.specs(self.config).items()
         }
-        x = x if self.dtype is None else x.astype(self.dtype)
+        x = checks.cast("x", x, "B T M", self.dtype)
         return function(own, x, self.config, *args, implementation=self.implementation, **options)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 
-from jax_mla import layer, params
+from jax_mla import checks, layer, params
 from jax_mla.config import MLAConfig
 from jax_mla.decode import LatentCache, decode, prefill
 
@@ -73,5 +73,5 @@ class MLA(nnx.Module):
 
     def _run(self, function, x, *args, **options):
         own = {name: getattr(self, name)[...] for name in self._names}
-        x = x if self.dtype is None else x.astype(self.dtype)
+        x = checks.cast("x", x, "B T M", self.dtype)
         return function(own, x, self.config, *args, implementation=self.implementation, **options)

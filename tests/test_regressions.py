@@ -1,5 +1,8 @@
 """Faults found by people who set out to break the layer: each stays found."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +11,19 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from judge import assert_close, draw
 
-from jax_mla import MLAConfig, apply_rope, apply_rope_kv, attention, init, mla, rope_tables
+from jax_mla import (
+    MLAConfig,
+    apply_rope,
+    apply_rope_kv,
+    attention,
+    compile_for,
+    decode,
+    init,
+    init_cache,
+    mla,
+    prefill,
+    rope_tables,
+)
 
 CONFIG = MLAConfig(16, 2, 12, 12, 6, 8, 10)
 COS, SIN = rope_tables(jnp.arange(3), CONFIG.rope, 8)
@@ -122,3 +137,78 @@ def test_nnx_parameters_given_to_the_function_are_named():
     with pytest.raises(TypeError, match=r"params\['\w+'\]: found Param, wanted an array \(nnx: param\[...\]\)"):
         mla({n: getattr(module, n) for n in init(jax.random.key(0), CONFIG)}, jnp.ones((1, 2, 16)), CONFIG)
     assert nnx.state(module)
+
+
+def test_a_spoilt_cache_is_named():
+    """Not written to with numbers cut to integers, nor from behind."""
+    params, x, cache = init(jax.random.key(0), CONFIG), jnp.ones((2, 1, 16)), init_cache(CONFIG, 2, 4, jnp.float32)
+    cut = {name: getattr(cache, name).astype(jnp.int32) for name in ("latents", "keys")}
+    for changes, error, message in (
+        (cut, TypeError, "cache.latents: found dtype int32, wanted bfloat16"),
+        (dict(keys=cache.keys.astype(jnp.bfloat16)), TypeError, "cache.keys: found dtype bfloat16, wanted that of lat"),
+        (dict(lengths=jnp.zeros(2)), TypeError, "cache.lengths: found dtype float32, wanted an integer dtype"),
+        (dict(lengths=jnp.array([-3, 0])), ValueError, "cache.lengths: found '-3', wanted at least 0"),
+    ):
+        with pytest.raises(error, match=message):
+            decode(params, x, CONFIG, dataclasses.replace(cache, **changes))
+
+
+def test_generation_has_no_float64_in_x64_mode():
+    params, x, cache = init(jax.random.key(0), CONFIG), jnp.ones((2, 1, 16)), init_cache(CONFIG, 2, 4, jnp.float32)
+    with jax.enable_x64(True):
+        for function in (decode, prefill):
+            assert "f64[" not in str(jax.make_jaxpr(lambda x, c, f=function: f(params, x, CONFIG, c))(x, cache))
+
+
+@pytest.mark.parametrize("name", ["cudnn", "triton"])
+def test_what_the_backward_pass_cannot_run_is_refused_before_the_forward_one(name):
+    pytest.importorskip("triton", reason="needs triton (extra `test`)")
+    q, v = jnp.ones((1, 4, 2, 192), jnp.bfloat16), jnp.ones((1, 4, 2, 128), jnp.bfloat16)
+    attend = functools.partial(attention, grad_dtype=jnp.float32, implementation=name)
+    with compile_for(90), pytest.raises(NotImplementedError, match=r"in float32.*backward pass, by grad_dtype=float32"):
+        jax.eval_shape(lambda q, v: jax.vjp(attend, q, q, v)[0], q, v)
+
+
+def test_heads_without_dims_are_refused():
+    """A softmax over them there would be: lse is not -inf."""
+    q = jnp.ones((1, 3, 2, 4))
+    with pytest.raises(ValueError, match=r"v: found float32\[1, 3, 2, 0\], wanted heads of at least one dim V"):
+        attention(q, q, q[..., :0], return_lse=True)
+    with pytest.raises(ValueError, match=r"q: found float32\[1, 3, 2, 0\], wanted heads of at least one dim D"):
+        attention(q[..., :0], q[..., :0], q, scale=1.0)
+
+
+@pytest.mark.parametrize("at", [[0, 3], (0, 3), np.int32(3)])
+def test_boundaries_that_are_no_array_are_named(at):
+    q = jnp.ones((3, 2, 4))
+    with pytest.raises((TypeError, ValueError), match="cu_seqlens: found"):
+        attention(q, q, q, cu_seqlens=at)
+
+
+def test_numpys_float64_is_jaxs_float32():
+    q = np.random.default_rng(0).normal(size=(1, 3, 2, 4))
+    gradient = jax.grad(lambda q: jnp.sum(attention(q, q.astype(np.float32), q)))(q)
+    assert gradient.dtype == jnp.float32
+    assert attention(q, jnp.asarray(q), q).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_modules_name_what_is_no_array_and_no_dtype(api):
+    from flax import nnx
+
+    import jax_mla.linen
+    import jax_mla.nnx
+
+    params = init(jax.random.key(0), CONFIG)
+
+    def run(dtype, x):
+        if api == "nnx":
+            return jax_mla.nnx.MLA(CONFIG, dtype=dtype, rngs=nnx.Rngs(0))(x)
+        return jax_mla.linen.MLA(CONFIG, dtype=dtype).apply({"params": params}, x)
+
+    with pytest.raises(TypeError, match="x: found list, wanted an array"):
+        run(jnp.bfloat16, [1.0])
+    with pytest.raises(TypeError, match="dtype: found 'junk', wanted a dtype"):
+        run("junk", jnp.ones((1, 2, 16)))
+    with pytest.raises(ValueError, match=r"remat: found float64\[2\], wanted one of"):
+        mla(params, jnp.ones((1, 2, 16)), CONFIG, remat=np.ones(2))
