@@ -30,7 +30,6 @@ CALLS = {
     # dq, then dk and dv
     "attention, packed": 3,
     "attention, by ids": 3,
-    "attention, bottom right": 3,
     "attention, largest logits": 3,
     "attention": 0,  # cuDNN's
 }
