@@ -102,9 +102,6 @@ OPS = {
     # By what None takes.
     "attention, packed": (lambda *a: attention(*a, cu_seqlens=jnp.array([[0, 7, T]] * B)), [X, X, array(B, T, H, 128)]),
     "attention, by ids": (lambda *a: attention(*a, segment_ids=jnp.ones((B, T), int)), [X, X, array(B, T, H, 128)]),
-        lambda *a: attention(*a, causal="bottom_right"),
-        [array(B, 7, H, 192), X, array(B, T, H, 128)],
-    ),
     "attention, largest logits": (lambda *a: attention(*a, return_max_logit=True), [X, X, array(B, T, H, 128)]),
     "attention": (attention, [X, X, array(B, T, H, 128)]),
 }
