@@ -1,7 +1,6 @@
 """`python -m benchmarks.scaling_table H200.json B200.json [PICTURE.png]`: the tables of docs/scaling.md, which a test
 compares with it, and its picture (extra `bench`), from what `benchmarks.scaling` wrote."""
 
-import json
 import sys
 
 from benchmarks.scaling_model import (
@@ -16,6 +15,7 @@ from benchmarks.scaling_model import (
     stack_temporaries,
     total,
 )
+from benchmarks.table import read
 
 MB, GIB = 1e6, 2**30
 
@@ -139,11 +139,7 @@ def picture(path: str, report: dict) -> None:
 
 
 if __name__ == "__main__":
-    results = []
-    for name in sys.argv[1:]:
-        if name.endswith(".json"):
-            with open(name, encoding="utf-8") as file:
-                results.append(json.load(file))
+    results = read(sys.argv[1:])
     if "step" in results[0]["rows"][0]:
         sys.exit(print(example(results[0])))
     print(layers(results[0]), stacks(*results), calls(*results), by_heads(results[0]), sep="\n\n")

@@ -3,6 +3,7 @@ with it, and the picture of ops (extra `bench`). Of an op that several results h
 
 import json
 import sys
+from pathlib import Path
 
 OURS = ("mosaic", "triton", "cudnn")
 PEERS = ("xla", "jnp_best", "jnp_usual")
@@ -138,12 +139,13 @@ def picture(path: str, *reports: dict) -> None:
     figure.savefig(path, dpi=90)
 
 
+def read(names: list[str]) -> list[dict]:
+    """The reports among files."""
+    return [json.loads(Path(name).read_text(encoding="utf-8")) for name in names if name.endswith(".json")]
+
+
 if __name__ == "__main__":
-    results = []
-    for name in sys.argv[1:]:
-        if name.endswith(".json"):
-            with open(name, encoding="utf-8") as file:
-                results.append(json.load(file))
+    results = read(sys.argv[1:])
     ops = {row["op"] for report in results for row in report["rows"]}
     if ops & {op for op, _ in ATTENTIONS}:
         print(attentions(*results))

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from .blocks import HOPPER, TABLES, Tile
 from .launch import Launch, cdiv, power_of_two, require
+from .mxfp8 import load
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -26,12 +27,7 @@ BY_ID = tl.constexpr(2)  # their ids, too
 def read(x, token, live, dim, dims: tl.constexpr, STRIDE: tl.constexpr, WHOLE: tl.constexpr):
     """x[token, dim] of a head, the two as columns and rows in either order; 0 for tokens that are not live, whatever is
     there: 0 times NaN is NaN. WHOLE: all are, and no dim is past the last."""
-    at = x + token.to(tl.int64) * STRIDE + dim
-    if WHOLE:
-        values = tl.load(at)
-    else:
-        values = tl.load(at, mask=live & (dim < dims), other=0)
-    return values
+    return load(x + token.to(tl.int64) * STRIDE + dim, live & (dim < dims), WHOLE)
 
 
 @triton.jit

@@ -26,16 +26,13 @@ from .attention import (
 )
 from .blocks import HOPPER
 from .launch import Launch, cdiv
+from .mxfp8 import load
 
 
 @triton.jit
 def _row(x, row, live, H: tl.constexpr, WHOLE: tl.constexpr):
     """A number a query of a head."""
-    if WHOLE:
-        values = tl.load(x + row.to(tl.int64) * H)
-    else:
-        values = tl.load(x + row.to(tl.int64) * H, mask=live, other=0)
-    return values
+    return load(x + row.to(tl.int64) * H, live, WHOLE)
 
 
 @triton.jit

@@ -17,11 +17,16 @@ from jax_mla import swizzle_scales
 NEEDS = ("cudnn", "cutlass", *LOWERING)
 
 
-@pytest.fixture(scope="module")
-def found():
+def printed(name: str) -> dict:
+    """By a script that compiles for Blackwell."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([pjrt(), os.environ.get("PYTHONPATH", "")]))
-        return script("blackwell.py", needs=NEEDS)
+        return script(name, needs=NEEDS)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return printed("blackwell.py")
 
 
 def test_it_is_for_compute_capability_10_0_alone(found):
@@ -92,9 +97,7 @@ def test_the_layer_uses_it(found):
 
 @pytest.fixture(scope="module")
 def attends():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([pjrt(), os.environ.get("PYTHONPATH", "")]))
-        return script("blackwell_attention.py", needs=NEEDS)
+    return printed("blackwell_attention.py")
 
 
 def test_attention_is_for_compute_capability_10_0_alone(attends):
