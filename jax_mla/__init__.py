@@ -2,7 +2,8 @@
 
 Functions: `mla` (the layer), `init`, and its ops `rope_tables`, `apply_rope`, `apply_rope_kv`, `rms_norm`,
 `q_up_proj_rope`, `kv_up_proj_rope`, `attention`; MXFP8 tensors: `quantize_mxfp8`, `dequantize`, `rms_norm_quantize`,
-`quantize_params`, `quantize_swizzled`, `swizzle_scales`, `unswizzle_scales`. Generation: `init_cache`, `prefill`,
+`quantize_params`, `quantize_swizzled`, `swizzle_scales`, `unswizzle_scales`; FP8 with one scale a tensor:
+`quantize_fp8`, `FP8Recipe`. Generation: `init_cache`, `prefill`,
 `decode` and their `LatentCache`. `zigzag`: the order of tokens for context parallelism. `qk_clip` for Muon.
 `compile_for`: kernels for a GPU that is not here. Flax modules: `jax_mla.linen.MLA`, `jax_mla.nnx.MLA` (import them by
 name: this package itself needs no Flax). Checkpoints: `jax_mla.convert`.
@@ -20,6 +21,8 @@ from jax_mla.decode import LatentCache, decode, init_cache, prefill
 from jax_mla.dequantize import dequantize
 from jax_mla.dispatch import implementations
 from jax_mla.ffi.triton import compile_for
+from jax_mla.fp8 import quantize_fp8
+from jax_mla.fp8_tensor import FP8Tensor
 from jax_mla.kv_up import kv_up_proj_rope
 from jax_mla.layer import mla
 from jax_mla.mxfp8 import quantize_mxfp8
@@ -29,6 +32,7 @@ from jax_mla.norm_quantize import rms_norm_quantize
 from jax_mla.params import init, logical_axes, quantize_params
 from jax_mla.q_up import q_up_proj_rope
 from jax_mla.quantize_swizzled import quantize_swizzled
+from jax_mla.recipes import FP8Recipe
 from jax_mla.remat import policy as remat_policy
 from jax_mla.rope import apply_rope, rope_tables
 from jax_mla.rope_kv import apply_rope_kv
@@ -38,6 +42,8 @@ from jax_mla.swizzle import swizzle_scales, unswizzle_scales
 __version__ = "0.1.0"
 
 __all__ = [
+    "FP8Recipe",
+    "FP8Tensor",
     "LatentCache",
     "MLAConfig",
     "MXFP8Tensor",
@@ -59,6 +65,7 @@ __all__ = [
     "prefill",
     "q_up_proj_rope",
     "qk_clip",
+    "quantize_fp8",
     "quantize_mxfp8",
     "quantize_params",
     "quantize_swizzled",

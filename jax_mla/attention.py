@@ -20,6 +20,7 @@ from jax_mla import (
     segments,
     sharding,
 )
+from jax_mla.coded import Coded
 from jax_mla.mxfp8_bits import BLOCK
 from jax_mla.operands import Operand
 
@@ -81,7 +82,7 @@ def attention(
     # numpy's float64 is float32 to JAX out of x64 mode.
     q, k, v = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (q, k, v))
     sequences = None
-    quantized = operands.kind(q) != "array"
+    quantized = isinstance(q, Coded)
     if cu_seqlens is not None:
         if quantized:
             segments.check_starts("cu_seqlens", cu_seqlens, BLOCK)
@@ -92,7 +93,7 @@ def attention(
             checks.dims("v", operands.shaped(v), "S H V")
             q, k, v, segment_ids = jax.tree.map(lambda a: a[None], (q, k, v, segment_ids))
     for argument, array in (("k", k), ("v", v)):
-        if (operands.kind(array) != "array") != quantized:
+        if isinstance(array, Coded) != quantized:
             raise TypeError(f"{argument}: found {checks.show(array)}, wanted q, k and v all arrays or all MXFP8Tensors")
     recipe = "mxfp8" if quantized else None  # which asks for the copies that are read
     sizes = operands.check("q", q, "B T H D", recipe, -3, "rowwise")
@@ -290,10 +291,9 @@ def _attention_bwd(static: Static, saved: Residuals, cotangents):
 
 
 def _give(kind: operands.Kind, kept: Operand, gradient: jax.Array) -> Operand:
-    if kind == "array":
+    if kind.shell is None:
         return sharding.cotangent(gradient, kept)
-    gradient = None if kind == "frozen" else sharding.cotangent(gradient, operands.like(kept))
-    return operands.give(kind, -3, kept.dtype, gradient)
+    return operands.give(kind, None if kind.frozen else sharding.cotangent(gradient, operands.like(kept)))
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

@@ -22,7 +22,7 @@ _RULE = "b T h D, b S h D, b S h V, b h X, b h Y, b h Z -> b T h V, b T h"
 
 def supports(static, q, k, v, q_ids) -> str | None:
     """Why the forward pass of these arguments of `attention` is not NVIDIA's MXFP8 kernel, or None."""
-    if "array" in static.kinds:
+    if any(kind.shell is None for kind in static.kinds):
         return "found arrays, wants MXFP8Tensors"
     first = static.implementation[0] if isinstance(static.implementation, tuple) else static.implementation
     if first != "cudnn":

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_mla import checks
-from jax_mla.mxfp8_tensor import MXFP8Tensor
+from jax_mla.coded import Coded
 
 
 def qk_clip(params: Mapping[str, jax.Array], max_logits: jax.Array, threshold: float) -> dict[str, jax.Array]:
@@ -30,7 +30,7 @@ def qk_clip(params: Mapping[str, jax.Array], max_logits: jax.Array, threshold: f
         )
     query = "wq_b" if "wq_b" in params else "wq"
     for name in (query, "wkv_b", "wo"):
-        if isinstance(params.get(name), MXFP8Tensor):
+        if isinstance(params.get(name), Coded):
             raise TypeError(f"params[{name!r}]: found {params[name]!r}, wanted the array that it was quantised from")
     heads, value = checks.dims("params['wo']", params["wo"], "H V M")["H"], params["wo"].shape[1]
     width = checks.dims(f"params[{query!r}]", params.get(query), "R H D", H=heads)["D"]

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_mla import checks, segments, sharding
 from jax_mla.mxfp8_bits import BLOCK
+from jax_mla.recipes import Recipe
 
 
 def zigzag(length: int, cp: int, *, inverse: bool = False) -> np.ndarray:
@@ -152,13 +153,13 @@ def find(axis: str, *arrays: jax.Array) -> Context:
     raise ValueError(f"context_axis: found {axis!r}, wanted {known}")
 
 
-def check(context: Context, x: jax.Array, recipe: str | None) -> None:
+def check(context: Context, x: jax.Array, recipe: Recipe) -> None:
     """ValueError unless x [B, T, M], or [B, T / cp, M] of one device, can be cut in chunks."""
     length, parts = x.shape[1] * (context.size if context.kind == AxisType.Manual else 1), 2 * context.size
     where = f"x: found T={length} over context_axis {context.axis!r} of {context.size} devices"
     if length % parts:
         raise ValueError(f"{where}, wanted a multiple of 2 * cp = {parts}: every device holds two chunks")
-    if recipe is not None and length % (BLOCK * parts):
+    if recipe == "mxfp8" and length % (BLOCK * parts):
         raise ValueError(f"{where}, wanted a multiple of {BLOCK} * 2 * cp = {BLOCK * parts}: no block of two chunks")
 
 

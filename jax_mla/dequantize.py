@@ -1,4 +1,4 @@
-"""From MXFP8 back to values: `dequantize`. The arithmetic is in `mxfp8_bits.py`."""
+"""From codes back to values: `dequantize`. The arithmetic of MXFP8 is in `mxfp8_bits.py`, FP8's a multiplication."""
 
 import dataclasses
 import functools
@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mla import dispatch, launches, sharding
+from jax_mla import dispatch, fp8_tensor, launches, sharding
 from jax_mla import mxfp8_bits as bits
+from jax_mla.fp8_tensor import FP8Tensor
 from jax_mla.mxfp8_tensor import MXFP8Tensor, Saved, check, check_dtype, cotangent, once_differentiable, saved
 
 
-def dequantize(t: MXFP8Tensor, dtype=None, *, implementation: dispatch.Choice = None) -> jax.Array:
-    """The values of t, code * 2^(scale - 127), from its row-wise copy if it has one.
+def dequantize(t: MXFP8Tensor | FP8Tensor, dtype=None, *, implementation: dispatch.Choice = None) -> jax.Array:
+    """The values of t, code * 2^(scale - 127), from its row-wise copy if it has one. Of an `FP8Tensor` code * scale_inv
+    in float32, by XLA alone.
 
     dtype: bfloat16, float16 or float32; by default t's logical dtype. Exact in float32 and, but for subnormals below
     2^-133, in bfloat16; else rounded to nearest even, to infinity beyond the dtype's range. Subnormal results are
@@ -23,7 +25,7 @@ def dequantize(t: MXFP8Tensor, dtype=None, *, implementation: dispatch.Choice = 
 
     Raises TypeError or ValueError naming the argument; NotImplementedError if no implementation fits.
     """
-    check("t", t)
+    (fp8_tensor.check if isinstance(t, FP8Tensor) else check)("t", t)
     dtype = t.dtype if dtype is None else check_dtype("dtype", dtype)
     return _dequantize(dtype, dispatch.check(implementation), t.only(t.usages[0]))
 
@@ -58,8 +60,14 @@ IMPLEMENTATIONS = {
 }
 
 
-def raw_dequantize(dtype: np.dtype, t: MXFP8Tensor, implementation: dispatch.Choice = None) -> jax.Array:
+def _fp8(dtype: np.dtype, t: FP8Tensor) -> jax.Array:
+    return (t.placed().astype(jnp.float32) * t.scale_inv).astype(dtype)
+
+
+def raw_dequantize(dtype: np.dtype, t: MXFP8Tensor | FP8Tensor, implementation: dispatch.Choice = None) -> jax.Array:
     """For the rules of ops that take tensors; from t's first copy."""
+    if isinstance(t, FP8Tensor):
+        return _fp8(dtype, t)
     static = Static(t.usages[0], t.token_axis, np.dtype(dtype))
     chosen = dispatch.choose("dequantize", IMPLEMENTATIONS, implementation)
     dims = " ".join(f"t{i}" for i in range(t.ndim))

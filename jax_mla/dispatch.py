@@ -32,6 +32,7 @@ _OPS = {
     "kv_up_proj_rope": "jax_mla.kv_up",
     "attention": "jax_mla.attention",
     "quantize_mxfp8": "jax_mla.mxfp8",
+    "quantize_fp8": "jax_mla.fp8",
     "dequantize": "jax_mla.dequantize",
     "rms_norm_quantize": "jax_mla.norm_quantize",
     "swizzle_scales": "jax_mla.swizzle",
@@ -85,6 +86,8 @@ def fused(forward: Callable, misfit: Callable, unavailable: Callable, parts: Map
     def supports(static=None, *args):
         if static is None or len(args) == 1:  # this machine; the backward pass, which has other kernels
             return unavailable()
+        if static.project.fp8:
+            return "found recipe 'fp8', wants None or 'mxfp8'"
         return misfit(static, *args) or unavailable()
 
     return Implementation(

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import jax
 
-from jax_mla import checks, dispatch, linear, mxfp8, norm, operands, rope, rope_kv, sharding, up_mosaic
+from jax_mla import checks, dispatch, linear, mxfp8, norm, operands, recipes, rope, rope_kv, sharding, up_mosaic
 from jax_mla.mxfp8_tensor import MXFP8Tensor
 from jax_mla.operands import Operand
 from jax_mla.q_up import check_norm
+from jax_mla.recipes import Recipe
 
 
 def kv_up_proj_rope(
@@ -23,7 +24,7 @@ def kv_up_proj_rope(
     norm_scale: jax.Array | None = None,
     norm_eps: float = 1e-6,
     bias: jax.Array | None = None,
-    recipe: str | None = None,
+    recipe: Recipe = None,
     out: str | None = None,
     input_layout: str = "pairs",
     output_layout: str = "halves",
@@ -34,19 +35,19 @@ def kv_up_proj_rope(
     x: floating [B, S, C], the KV latent. w: floating [C, H, N + V], N = nope_dim. k_pe: [B, S, P] of x's dtype, the
     shared rotary key before rotation (it is not normalised). cos, sin: as `rope_tables`, width P/2, leading dims equal
     to [B, S] or 1. norm_scale: floating [C], or None for no norm; norm_eps: Python float. bias: floating [H, N + V]
-    or None. Layouts: as `apply_rope`. recipe, out, and an `MXFP8Tensor` as x or w: as `q_up_proj_rope`; k_pe is never
+    or None. Layouts: as `apply_rope`. recipe, out, and a quantised tensor as x or w: as `q_up_proj_rope`; k_pe is never
     quantised before its rotation.
 
     Returns k [B, S, H, N + P], v [B, S, H, V] in x's dtype.
     Backward: dk_pe from the float32 sum over heads; dgrad and wgrad GEMMs, bias and RMSNorm gradients as
-    `q_up_proj_rope`. Saved: x, k_pe, rstd float32 [B, S], the parameters and the tables; neither k nor v. Under
-    "mxfp8" codes as there (checkpoint name mla_kv).
+    `q_up_proj_rope`. Saved: x, k_pe, rstd float32 [B, S], the parameters and the tables; neither k nor v. Under a
+    recipe codes as there (checkpoint name mla_kv).
 
     implementation: "mosaic" as in `q_up_proj_rope`.
 
     Raises ValueError or TypeError naming the argument; NotImplementedError if no implementation fits.
     """
-    checks.choice("recipe", recipe, operands.RECIPES)
+    recipe = recipes.check(recipe)
     sizes = operands.check("x", x, "B S C", recipe, -2, "rowwise")
     sizes = operands.check("w", w, "C H E", recipe, -3, "columnwise", **sizes)
     sizes |= checks.dims("k_pe", k_pe, "B S P", B=sizes["B"], S=sizes["S"])

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import checks, context, dispatch, mxfp8, operands, segments, sharding
+from jax_mla import checks, context, dispatch, fp8, mxfp8, operands, recipes, segments, sharding
 from jax_mla import params as parameters
 from jax_mla import remat as policies
 from jax_mla.attention import attention
@@ -17,6 +17,7 @@ from jax_mla.linear import linear
 from jax_mla.mxfp8_bits import BLOCK
 from jax_mla.norm import rms_norm
 from jax_mla.q_up import q_up_proj_rope
+from jax_mla.recipes import FP8Recipe, Recipe
 from jax_mla.rope import apply_rope, rope_tables
 
 
@@ -28,7 +29,7 @@ def mla(
     positions: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     context_axis: str | None = None,
-    recipe: str | None = None,
+    recipe: Recipe = None,
     remat: str | None = None,
     return_max_logit: bool = False,
     implementation: dispatch.Choice = None,
@@ -45,9 +46,10 @@ def mla(
     `shard_map` over it, where T here is a device's share. Every device is sent the latents of all tokens, C + P numbers
     each, and makes keys and values from them; gradients are summed over the axis once. T is a multiple of 2 cp, with
     "mxfp8" of 64 cp. Default positions are those of the tokens in their natural order.
-    recipe: None computes in x's dtype. "mxfp8" quantises every GEMM's operands to MXFP8 in both passes, and q, k, v for
-    attention (`operands.py`): T and every dim that is contracted are multiples of 32, and so is, where it is known at
-    trace time, the first token of every segment; traced segment_ids are the caller's promise.
+    recipe: None computes in x's dtype. "fp8", or an `FP8Recipe` with its options, quantises every GEMM's operands to
+    FP8 in both passes, one scale a tensor; attention stays in x's dtype. "mxfp8" quantises them to MXFP8, and q, k, v
+    for attention (`operands.py`): T and every dim that is contracted are multiples of 32, and so is, where it is known
+    at trace time, the first token of every segment; traced segment_ids are the caller's promise.
     remat: what the backward pass keeps: None or "everything" (every residual), "qkv", "latents", "nothing".
     return_max_logit: also return what `attention` does under that name, for `qk_clip`.
     implementation: of every op; see `implementations()`.
@@ -58,7 +60,7 @@ def mla(
 
     Raises ValueError or TypeError naming the argument; NotImplementedError if no implementation fits.
     """
-    checks.choice("recipe", recipe, operands.RECIPES)
+    recipe = recipes.check(recipe)
     parameters.check(params, config, recipe)
     checks.dims("x", x, "B T M", M=config.hidden_size)
     checks.floating("x", x)
@@ -71,7 +73,7 @@ def mla(
     if segment_ids is not None:
         given = segment_ids
         segment_ids = segments.check_ids("segment_ids", segment_ids, B=batch, T=length)
-        if recipe is not None:  # as given: under jit what `check_ids` returns is traced
+        if recipe == "mxfp8":  # as given: under jit what `check_ids` returns is traced
             segments.check_blocks("segment_ids", given, BLOCK)
         if spread is None:
             segment_ids = sharding.whole_tokens(segment_ids)
@@ -113,8 +115,7 @@ def _flow(
     given = x = segments.zero_padding(x, segment_ids)
     whole = _whole if spread is None else lambda array: array
     cos, sin = rope_tables(positions, config.rope, config.qk_rope_head_dim)
-    if recipe is not None:  # once, for both down-projections
-        x = mxfp8.quantize_mxfp8(x, usage="both", implementation=implementation)
+    x = _quantized(x, recipe, implementation)
     q = queries(p, x, config, cos, sin, recipe, implementation, whole)
     latent = whole(_latent(p, x, recipe, implementation))
     if keys is not None:
@@ -136,6 +137,16 @@ def _flow(
         o, *largest = spread.attend(heads, q, latent, keys, segment_ids)
     y = whole(_out(p, whole(o), segment_ids, recipe, implementation))
     return y if spread is not None else sharding.tokens_as(y, given), *largest
+
+
+def _quantized(x: jax.Array, recipe: Recipe, implementation: dispatch.Choice) -> operands.Operand:
+    """x as both down-projections multiply it, quantised once."""
+    if recipe is None:
+        return x
+    both = dict(usage="both", implementation=implementation)
+    if isinstance(recipe, FP8Recipe):
+        return fp8.quantize_fp8(x, power_of_two=recipe.power_of_two, **both)
+    return mxfp8.quantize_mxfp8(x, **both)
 
 
 def _whole(operand: operands.Operand | None) -> operands.Operand | None:
@@ -207,4 +218,5 @@ def with_latents(p, x, config: MLAConfig, segment_ids, implementation: dispatch.
 
 def _up(config: MLAConfig, recipe, implementation: dispatch.Choice) -> dict:
     up = dict(nope_dim=config.qk_nope_head_dim, norm_eps=config.norm_eps, input_layout=config.rope.input_layout)
-    return up | dict(recipe=recipe, out=recipe, implementation=implementation)
+    # q, k and v are quantised too where attention takes blocks of them.
+    return up | dict(recipe=recipe, out="mxfp8" if recipe == "mxfp8" else None, implementation=implementation)

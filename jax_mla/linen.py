@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax_mla import checks, layer, params
 from jax_mla.config import MLAConfig
 from jax_mla.decode import LatentCache, decode, prefill
+from jax_mla.recipes import Recipe
 
 
 class MLA(nn.Module):
@@ -22,7 +23,7 @@ class MLA(nn.Module):
     config: MLAConfig
     dtype: Any = None
     param_dtype: Any = jnp.float32
-    recipe: str | None = None
+    recipe: Recipe = None
     remat: str | None = None
     implementation: Any = None
 

@@ -22,19 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mla import checks, sharding
+from jax_mla.coded import COPIES, Coded, of_gradient, static_field
 from jax_mla.mxfp8_bits import BLOCK, CODES
 
-COPIES = ("rowwise", "columnwise")
 DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
-
-
-def _static():
-    return dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class MXFP8Tensor:
+class MXFP8Tensor(Coded):
     """A tensor [..., T, ..., K] as E4M3 codes and E8M0 scales: value = code * 2^(scale - 127), NaN where scale is 255.
 
     rowwise_codes: float8_e4m3fn, the tensor's shape and order; rowwise_scales: uint8 [..., T, ..., K/32], one for 32
@@ -51,18 +47,15 @@ class MXFP8Tensor:
     rowwise_scales: jax.Array | None
     columnwise_codes: jax.Array | None
     columnwise_scales: jax.Array | None
-    dtype: np.dtype = _static()
-    token_axis: int = _static()
+    dtype: np.dtype = static_field()
+    token_axis: int = static_field()
     proxy: jax.Array | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", check_dtype("dtype", self.dtype))
         object.__setattr__(self, "token_axis", check_token_axis(self.token_axis))
 
-    @property
-    def usages(self) -> tuple[str, ...]:
-        """Which copies there are: "rowwise", "columnwise"."""
-        return tuple(usage for usage in COPIES if getattr(self, f"{usage}_codes") is not None)
+    codes_dtype = CODES
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,40 +64,15 @@ class MXFP8Tensor:
             raise ValueError("shape: found an MXFP8Tensor without codes, wanted a row-wise or column-wise copy")
         return tuple(codes.shape)
 
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
     def copy(self, usage: str) -> tuple[jax.Array, jax.Array]:
         """Codes (as float8_e4m3fn) and scales of one copy. ValueError naming the usage if the tensor lacks it."""
-        checks.choice("usage", usage, COPIES)
-        if usage not in self.usages:
-            raise ValueError(
-                f"usage: found {self!r}, which has no {usage} copy, wanted one quantised with usage={usage!r} or 'both'"
-            )
-        codes = getattr(self, f"{usage}_codes")
-        if codes.dtype == jnp.uint8:
-            codes = jax.lax.bitcast_convert_type(codes, CODES)
-        return codes, getattr(self, f"{usage}_scales")
+        return self.codes(usage), getattr(self, f"{usage}_scales")
 
     def only(self, usage: str) -> "MXFP8Tensor":
         """The tensor with one of its copies (what wgrad saves is the column-wise one). ValueError if it lacks it."""
-        self.copy(usage)
+        self.codes(usage)
         (other,) = (name for name in COPIES if name != usage)
         return dataclasses.replace(self, **{f"{other}_codes": None, f"{other}_scales": None})
-
-    def detach(self) -> "MXFP8Tensor":
-        """The tensor without its proxy, hence without gradients: for results of jit, caches, pre-quantised weights."""
-        return dataclasses.replace(self, proxy=None)
-
-    def bytes(self) -> "MXFP8Tensor":
-        """The tensor with its codes as uint8, same bits: what to stack or carry in `lax.scan`, where XLA may widen fp8
-        arrays. Every op takes it as it is and reads the codes as float8_e4m3fn."""
-        codes = {
-            f"{usage}_codes": jax.lax.bitcast_convert_type(getattr(self, f"{usage}_codes"), jnp.uint8)
-            for usage in self.usages
-        }
-        return dataclasses.replace(self, **codes)
 
     @classmethod
     def from_te(cls, tensor) -> "MXFP8Tensor":
@@ -201,7 +169,7 @@ def once_differentiable(op: str, function):
 
     @run.defjvp
     def refuse(primals, tangents):
-        raise NotImplementedError(f"{op}: found a second derivative through MXFP8, wanted the first alone")
+        raise NotImplementedError(f"{op}: found a second derivative through quantised values, wanted the first alone")
 
     return run
 
@@ -209,19 +177,19 @@ def once_differentiable(op: str, function):
 class Saved(NamedTuple):
     """What an op that takes a tensor keeps of it for its backward rule."""
 
-    tensor: MXFP8Tensor  # without proxy, codes as bytes: scan stacks residuals
+    tensor: Coded  # without proxy, codes as bytes: scan stacks residuals
     differentiable: tuple | None  # () if it came with a proxy: a structure, so that it is known at trace time
 
 
-def saved(t: MXFP8Tensor) -> Saved:
+def saved(t: Coded) -> Saved:
     return Saved(t.detach().bytes(), None if t.proxy is None else ())
 
 
-def cotangent(kept: Saved, gradient: jax.Array) -> MXFP8Tensor:
+def cotangent(kept: Saved, gradient: jax.Array) -> Coded:
     """The cotangent of the tensor that `saved` was given: `gradient` on its proxy, in its logical dtype."""
     t = kept.tensor
     proxy = None
     if kept.differentiable is not None:  # `like` is read for its type only
-        like = make_proxy(t.copy(t.usages[0])[0], t.dtype)
+        like = make_proxy(t.placed(), t.dtype)
         proxy = sharding.cotangent(gradient, like)
-    return MXFP8Tensor(None, None, None, None, t.dtype, t.token_axis, proxy)
+    return of_gradient(t.shell, proxy)

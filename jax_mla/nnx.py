@@ -10,6 +10,7 @@ from flax.core.spmd import get_logical_axis_rules
 from jax_mla import checks, layer, params
 from jax_mla.config import MLAConfig
 from jax_mla.decode import LatentCache, decode, prefill
+from jax_mla.recipes import Recipe
 
 
 class MLA(nnx.Module):
@@ -28,7 +29,7 @@ class MLA(nnx.Module):
         param_dtype: Any = jnp.float32,
         *,
         rngs: nnx.Rngs | jax.Array,
-        recipe: str | None = None,
+        recipe: Recipe = None,
         remat: str | None = None,
         implementation: Any = None,
     ):

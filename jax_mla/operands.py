@@ -1,4 +1,4 @@
-"""What a GEMM multiplies, by recipe: arrays as they are, or MXFP8 tensors read along the axis that is contracted.
+"""What a GEMM multiplies, by recipe: arrays as they are, or quantised tensors read along the axis that is contracted.
 
 The recipe "mxfp8", for y = x . w with x [..., T, K] and w [K, O]: x, w and dy are quantised once each, in both
 directions, from the widest values at hand, and each GEMM reads the copies whose blocks run along what it contracts:
@@ -13,29 +13,47 @@ a power of two), sums are float32. An `MXFP8Tensor` in an array's place stands f
 """
 
 import dataclasses
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import checks, dispatch, mxfp8, mxfp8_tensor, sharding
+from jax_mla import checks, coded, dispatch, fp8, fp8_tensor, mxfp8, mxfp8_tensor, sharding
+from jax_mla.coded import Coded
 from jax_mla.dequantize import raw_dequantize
+from jax_mla.fp8_tensor import FP8Tensor
 from jax_mla.mxfp8 import Rounded
 from jax_mla.mxfp8_bits import BLOCK
 from jax_mla.mxfp8_tensor import MXFP8Tensor
+from jax_mla.recipes import FP8Recipe, Recipe
 
-RECIPES = (None, "mxfp8")
+Operand = jax.Array | MXFP8Tensor | FP8Tensor
 
-Operand = jax.Array | MXFP8Tensor
-Kind = Literal["array", "tensor", "frozen"]  # "frozen": a tensor without proxy
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Of an operand what its cotangent is made of."""
+
+    shell: tuple | None = None  # of a tensor; None for an array
+    frozen: bool = False  # a tensor without proxy, which gets no gradient
 
 
 def kind(x: Operand) -> Kind:
-    if not isinstance(x, MXFP8Tensor):
-        return "array"
-    return "frozen" if x.proxy is None else "tensor"
+    return Kind(x.shell, x.proxy is None) if isinstance(x, Coded) else Kind()
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """Codes that a GEMM multiplies, and their scale; transposed: the dims of the other side in front."""
+
+    codes: jax.Array
+    scale_inv: jax.Array
+    transposed: bool
+
+    @property
+    def ndim(self) -> int:
+        return self.codes.ndim
 
 
 def weight_axis(ndim: int, contract: int = 1) -> int:
@@ -43,44 +61,49 @@ def weight_axis(ndim: int, contract: int = 1) -> int:
     return contract - 1 - ndim
 
 
-def check(argument: str, x: Operand, letters: str, recipe: str | None, token_axis: int, usage: str, **sizes: int):
-    """Shape, dtype, a tensor's token axis and, under "mxfp8", whole blocks of `usage`, which the forward pass reads.
-    Returns the sizes."""
-    if isinstance(x, MXFP8Tensor):
+def check(argument: str, x: Operand, letters: str, recipe: Recipe, token_axis: int, usage: str, **sizes: int):
+    """Shape, dtype, a tensor's kind and token axis and, under a recipe, that `usage`, which the forward pass reads, is
+    there or can be made. Returns the sizes."""
+    if isinstance(x, Coded):
         check_tensor(argument, x, token_axis)
         sizes = checks.dims(argument, shaped(x), letters, **sizes)
     else:
         sizes = checks.dims(argument, x, letters, **sizes)
         checks.floating(argument, x)
-    if recipe is not None:
-        check_blocks(argument, x, token_axis, usage)
+    check_usages(argument, x, recipe, token_axis, usage)
     return sizes
 
 
 def shaped(x: Operand):
     """What has x's shape and logical dtype, for checks of arrays."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, MXFP8Tensor) else x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Coded) else x
 
 
 def placed(x: Operand) -> jax.Array:
     """What has x's shape, and how it is spread over a mesh."""
-    return x.copy(x.usages[0])[0] if isinstance(x, MXFP8Tensor) else x
+    return x.placed() if isinstance(x, Coded) else x
 
 
-def check_tensor(argument: str, t: MXFP8Tensor, token_axis: int, *usages: str) -> None:
-    mxfp8_tensor.check(argument, t, *usages)
+def check_tensor(argument: str, t: Coded, token_axis: int, *usages: str) -> None:
+    (fp8_tensor if isinstance(t, FP8Tensor) else mxfp8_tensor).check(argument, t, *usages)
     if t.token_axis != token_axis:
         raise checks.found(argument, t, f"token_axis={token_axis}")
 
 
-def check_blocks(argument: str, x: Operand, token_axis: int, *usages: str) -> None:
-    """Errors unless x has these copies, or can be cut into them."""
-    if isinstance(x, MXFP8Tensor):
-        mxfp8_tensor.check(argument, x, *usages)
+def check_usages(argument: str, x: Operand, recipe: Recipe, token_axis: int, *usages: str) -> None:
+    """Errors unless x has these copies as the recipe multiplies them, or can be made into them."""
+    if recipe is None:
+        return
+    module, wanted = (fp8_tensor, FP8Tensor) if isinstance(recipe, FP8Recipe) else (mxfp8_tensor, MXFP8Tensor)
+    if isinstance(x, Coded):
+        if not isinstance(x, wanted):
+            raise TypeError(f"{argument}: found {x!r}, wanted an array or an {wanted.__name__} under this recipe")
+        module.check(argument, x, *usages)
         return
     mxfp8_tensor.check_dtype(argument, x.dtype)
-    for usage in usages:
-        mxfp8_tensor.blocked_axis(argument, x, usage, token_axis)
+    if wanted is MXFP8Tensor:
+        for usage in usages:
+            mxfp8_tensor.blocked_axis(argument, x, usage, token_axis)
 
 
 def quantize(
@@ -92,12 +115,29 @@ def quantize(
     reads: tuple[str, ...] = (),
     products: np.dtype | None = None,
 ) -> MXFP8Tensor | Rounded:
-    """x with these copies, no proxy, and the logical dtype `dtype`, which x's own may be wider than. reads: those of
-    them that `read` is to give at once, in `products`, and nothing keeps. What is quantised already stays as it is."""
+    """x in MXFP8 with these copies, no proxy, and the logical dtype `dtype`, which x's own may be wider than. reads:
+    those of them that `read` is to give at once, in `products`, and nothing keeps. What is quantised already stays as
+    it is."""
     if isinstance(x, MXFP8Tensor | Rounded):
         return x.detach()
     static = quantization(usages, token_axis, dtype, implementation, reads, products)
     return mxfp8.raw_quantize(static, x).detach()
+
+
+def quantize_fp8(
+    x: Operand,
+    usages: tuple[str, ...],
+    token_axis: int,
+    recipe: FP8Recipe,
+    format: str = "e4m3",
+    implementation: dispatch.Choice = None,
+) -> FP8Tensor:
+    """As `quantize`, in FP8."""
+    if isinstance(x, FP8Tensor):
+        return x.detach()
+    usage = "both" if len(usages) == 2 else usages[0]
+    static = fp8.Static(usage, token_axis, format, recipe.power_of_two, jnp.dtype(x.dtype), implementation)
+    return fp8.raw_quantize(static, x).detach()
 
 
 def quantization(
@@ -112,7 +152,7 @@ def keep(x: Operand | Rounded, usage: str | None = None) -> Operand:
     stacks residuals, and XLA may widen fp8 arrays."""
     if isinstance(x, Rounded):
         x = x.tensor
-    if not isinstance(x, MXFP8Tensor):
+    if not isinstance(x, Coded):
         return x
     return x.detach().only(x.usages[0] if usage is None else usage).bytes()
 
@@ -121,15 +161,20 @@ def read(x: Operand | Rounded, dtype, usage: str | None = None, implementation: 
     """The values in `dtype`: of a tensor those of the copy, by default of the first it has."""
     if isinstance(x, Rounded):
         return getattr(x, usage).astype(dtype)
-    if not isinstance(x, MXFP8Tensor):
+    if not isinstance(x, Coded):
         return x.astype(dtype)
     t = x.detach() if usage is None else x.detach().only(usage)
     return raw_dequantize(jnp.dtype(dtype), t, implementation)
 
 
+def scaled(x: FP8Tensor, usage: str) -> Scaled:
+    """The codes that a GEMM reads."""
+    return Scaled(*x.copy(usage), usage == "columnwise")
+
+
 def named(x: Operand, name: str) -> Operand:
     """x under a checkpoint name; of a tensor the codes and scales, since a policy is not to keep a proxy."""
-    if not isinstance(x, MXFP8Tensor):
+    if not isinstance(x, Coded):
         return checkpoint_name(x, name)
     return dataclasses.replace(checkpoint_name(x.detach().bytes(), name), proxy=x.proxy)
 
@@ -141,16 +186,16 @@ def products(dtype: np.dtype) -> np.dtype:
 
 def like(x: Operand) -> jax.Array:
     """No numbers, but x's logical dtype and how it is spread over a mesh: for `sharding.cotangent`."""
-    if isinstance(x, MXFP8Tensor):
+    if isinstance(x, Coded):
         x = mxfp8_tensor.make_proxy(placed(x), x.dtype)
     # Of a dim that is whole everywhere, if there is one: a sharded dim of size 0 would lose its mesh axes.
     whole = [axis for axis, axes in enumerate(sharding.spec(x)) if not axes]
     return jax.lax.slice_in_dim(x, 0, 0, axis=whole[-1] if whole else -1)
 
 
-def give(given: Kind, token_axis: int, dtype: np.dtype, gradient: jax.Array | None) -> Operand:
-    """A gradient as the cotangent of an operand of that kind and logical dtype."""
-    return gradient if given == "array" else MXFP8Tensor(None, None, None, None, dtype, token_axis, gradient)
+def give(given: Kind, gradient: jax.Array | None) -> Operand:
+    """A gradient as the cotangent of an operand of that kind."""
+    return gradient if given.shell is None else coded.of_gradient(given.shell, gradient)
 
 
 OUTS = (None, "mxfp8")

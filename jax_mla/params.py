@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mla import checks, mxfp8, mxfp8_tensor, operands
+from jax_mla import checks, fp8, mxfp8, operands, recipes
+from jax_mla.coded import COPIES, Coded
 from jax_mla.config import MLAConfig
 from jax_mla.mxfp8_bits import BLOCK
-from jax_mla.mxfp8_tensor import MXFP8Tensor
+from jax_mla.recipes import FP8Recipe, Recipe
 
 
 class Spec(NamedTuple):
@@ -22,7 +23,7 @@ class Spec(NamedTuple):
 
     @property
     def token_axis(self) -> int:
-        """Of the parameter as an MXFP8Tensor."""
+        """Of the parameter as a quantised tensor."""
         return operands.weight_axis(len(self.shape), self.contracted)
 
 
@@ -79,24 +80,35 @@ def draw(key: jax.Array, name: str, spec: Spec, param_dtype) -> jax.Array:
     return (drawn * math.prod(spec.shape[: spec.contracted]) ** -0.5).astype(param_dtype)
 
 
-def quantize_params(params: Mapping[str, jax.Array], config: MLAConfig, *, usage: str = "both") -> dict:
-    """`params` with every weight as an `MXFP8Tensor`, for `mla(..., recipe="mxfp8")`: once a step, not once a use.
+def quantize_params(
+    params: Mapping[str, jax.Array], config: MLAConfig, *, usage: str = "both", recipe: Recipe = "mxfp8"
+) -> dict:
+    """`params` with every weight as what `mla` multiplies under a recipe, an `MXFP8Tensor` or an `FP8Tensor`: once a
+    step, not once a use.
 
     The token axis of a weight is the last axis its product contracts: -3 for wq, wq_b, wkv_b, -2 for wq_a, wkv_a, wo.
     usage: "both" for training; "columnwise" is what the forward pass reads. Norms and biases stay as they are.
-    Gradients pass through; `detach` the tensors for weights that get none. Raises as `quantize_mxfp8` and `mla`.
+    Gradients pass through; `detach` the tensors for weights that get none. Raises as `quantize_mxfp8`, `quantize_fp8`
+    and `mla`.
     """
+    recipe = recipes.check(recipe)
+    if recipe is None:
+        raise checks.found("recipe", recipe, "one that quantises")
     check(params, config)
+    usages = COPIES if usage == "both" else (usage,)
 
     def quantize(name, spec):
         given = params[name]
         if not spec.contracted:
             return given
-        if isinstance(given, MXFP8Tensor):
-            mxfp8_tensor.check(f"params[{name!r}]", given, *(mxfp8_tensor.COPIES if usage == "both" else (usage,)))
+        argument = f"params[{name!r}]"
+        operands.check_usages(argument, given, recipe, spec.token_axis, *(usages if isinstance(given, Coded) else ()))
+        if isinstance(given, Coded):
             return given
-        mxfp8_tensor.check_dtype(f"params[{name!r}]", given.dtype)
-        return mxfp8.quantize_mxfp8(jnp.asarray(given), usage=usage, token_axis=spec.token_axis)
+        how = dict(usage=usage, token_axis=spec.token_axis)
+        if isinstance(recipe, FP8Recipe):
+            return fp8.quantize_fp8(jnp.asarray(given), power_of_two=recipe.power_of_two, **how)
+        return mxfp8.quantize_mxfp8(jnp.asarray(given), **how)
 
     return {name: quantize(name, spec) for name, spec in specs(config).items()}
 
@@ -106,9 +118,9 @@ def logical_axes(config: MLAConfig) -> dict[str, tuple[str, ...]]:
     return {name: spec.axes for name, spec in specs(config).items()}
 
 
-def check(params: Mapping[str, jax.Array], config: MLAConfig, recipe: str | None = None) -> None:
-    """ValueError or TypeError naming every missing, unexpected or misshapen parameter; under a recipe also dims without
-    whole blocks, and copies that the forward pass would miss."""
+def check(params: Mapping[str, jax.Array], config: MLAConfig, recipe: Recipe = None) -> None:
+    """ValueError or TypeError naming every missing, unexpected or misshapen parameter; under a recipe also copies that
+    the forward pass would miss, and dims without whole blocks of MXFP8."""
     wanted = specs(config)
     if not isinstance(params, Mapping):
         raise TypeError(f"params: found {type(params).__name__}, wanted a dict of arrays: {', '.join(wanted)}")
@@ -118,13 +130,14 @@ def check(params: Mapping[str, jax.Array], config: MLAConfig, recipe: str | None
             f"params: found {extra or 'nothing'} not in the config's, wanted {missing or 'nothing'} besides"
         )
     for name, spec in wanted.items():
-        if isinstance(params[name], MXFP8Tensor) and spec.contracted:
-            operands.check_tensor(f"params[{name!r}]", params[name], spec.token_axis, *["columnwise"] * bool(recipe))
+        if isinstance(params[name], Coded) and spec.contracted:
+            operands.check_tensor(f"params[{name!r}]", params[name], spec.token_axis)
+            operands.check_usages(f"params[{name!r}]", params[name], recipe, spec.token_axis, "columnwise")
         elif not isinstance(params[name], jax.Array | np.ndarray):
             raise TypeError(f"params[{name!r}]: found {type(params[name]).__name__}, wanted an array (nnx: param[...])")
         if tuple(params[name].shape) != spec.shape:
             raise checks.found(f"params[{name!r}]", params[name], f"shape {list(spec.shape)}")
-        if recipe is not None and spec.contracted:
+        if recipe == "mxfp8" and spec.contracted:
             for axis in (spec.token_axis, -1):
                 if spec.shape[axis] % BLOCK:
                     wanted = f"axis {axis} a multiple of {BLOCK} (MXFP8 blocks): choose the config's dims so"

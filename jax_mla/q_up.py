@@ -6,10 +6,24 @@ from typing import NamedTuple
 
 import jax
 
-from jax_mla import checks, dispatch, linear, norm, operands, q_up_cudnn, rope, rope_quantize, sharding, up_mosaic
+from jax_mla import (
+    checks,
+    dispatch,
+    linear,
+    norm,
+    operands,
+    q_up_cudnn,
+    recipes,
+    rope,
+    rope_quantize,
+    sharding,
+    up_mosaic,
+)
+from jax_mla.coded import Coded
 from jax_mla.ffi import cudnn
 from jax_mla.mxfp8_tensor import MXFP8Tensor
 from jax_mla.operands import Operand
+from jax_mla.recipes import Recipe
 
 
 def q_up_proj_rope(
@@ -22,7 +36,7 @@ def q_up_proj_rope(
     norm_scale: jax.Array | None = None,
     norm_eps: float = 1e-6,
     bias: jax.Array | None = None,
-    recipe: str | None = None,
+    recipe: Recipe = None,
     out: str | None = None,
     input_layout: str = "pairs",
     output_layout: str = "halves",
@@ -34,15 +48,17 @@ def q_up_proj_rope(
     cos, sin: as `rope_tables`, width P/2, leading dims equal to x's or 1. norm_scale: floating [R], or None for no
     norm; norm_eps: Python float. bias: floating [H, D] or None, added before RoPE. Layouts: as `apply_rope`.
     recipe: None, or "mxfp8": the GEMMs of both passes multiply MXFP8, quantised from the float32 norm, from w and from
-    the float32 inverse RoPE of q's cotangent. x (if norm_scale is None) and w may be an `MXFP8Tensor`, of token_axis -2
-    and -3, under either recipe; what it misses for a pass raises, and without a proxy it gets no gradient.
+    the float32 inverse RoPE of q's cotangent. "fp8", or an `FP8Recipe`: FP8, quantised from the norm in x's dtype, from
+    w, and from the inverse RoPE in x's dtype. x (if norm_scale is None) and w may be an `MXFP8Tensor` (`FP8Tensor`), of
+    token_axis -2 and -3, under that recipe or none; what it misses for a pass raises, and without a proxy it gets no
+    gradient.
     out: None, or "mxfp8": q is an `MXFP8Tensor` with both copies, token_axis -3, quantised from float32. (NVIDIA's
     kernel, "cudnn", rounds to bfloat16 on the way: docs/blackwell.md.)
 
     Returns q [..., T, H, D] in x's dtype: GEMM with float32 accumulation, bias and RoPE in float32.
     Backward: inverse RoPE, dgrad and wgrad GEMMs, bias and RMSNorm gradients; dW, dbias and dscale come from float32
     accumulators in their parameter's dtype. Saved: x, rstd float32 [..., T], the parameters and the tables; the
-    normalised latent is recomputed (elementwise), q is not needed. Under "mxfp8": the normalised latent's column-wise
+    normalised latent is recomputed (elementwise), q is not needed. Under a recipe: the normalised latent's column-wise
     codes (checkpoint name mla_q), w's row-wise ones instead of w, and x only if it was normalised here.
 
     implementation: "mosaic" and "cudnn" are a kernel for the forward pass; the norm in front of it and the backward
@@ -50,7 +66,7 @@ def q_up_proj_rope(
 
     Raises ValueError or TypeError naming the argument; NotImplementedError if no implementation fits.
     """
-    checks.choice("recipe", recipe, operands.RECIPES)
+    recipe = recipes.check(recipe)
     sizes = operands.check("x", x, "... T R", recipe, -2, "rowwise")
     sizes = operands.check("w", w, "R H D", recipe, -3, "columnwise", R=sizes["R"])
     rotary = _rotary_dim(nope_dim, sizes["D"])
@@ -84,7 +100,7 @@ def check_norm(x: Operand, norm_scale: jax.Array | None, norm_eps: float) -> flo
     if norm_scale is not None:
         checks.dims("norm_scale", norm_scale, "K", K=x.shape[-1])
         checks.floating("norm_scale", norm_scale)
-        if operands.kind(x) != "array":
+        if isinstance(x, Coded):
             raise checks.found("norm_scale", norm_scale, "None beside a quantised x (`rms_norm_quantize` makes one)")
     return checks.static_float("norm_eps", norm_eps, 0.0)
 
@@ -129,9 +145,9 @@ def _backward(implementation: str, static: Static, saved: Residuals, dq):
     given, static = static.rope, static.using(implementation)
     project, cos, sin, projected = saved
     adjoint, summed = static.rope.adjoint(), None
-    if static.project.recipe is None:
+    if static.project.recipe is None or static.project.fp8:
         dz = rope.raw(adjoint, dq, cos, sin)
-    elif "frozen" in (static.project.x, static.project.w):  # one GEMM, which reads one direction, or none
+    elif static.project.x.frozen or static.project.w.frozen:  # one GEMM, which reads one direction, or none
         dz = rope.raw(adjoint, rope.wide(dq), cos, sin)
     else:  # quantised both ways as it is rotated
         dz = rope_quantize.raw(adjoint, dq, cos, sin, products=operands.products(dq.dtype))

@@ -21,6 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_mla.ffi import triton
 from jax_mla.ffi.varying import vary_like, varying
 
 Axes = tuple[str, ...]  # the mesh axes one dim is sharded over, () for none
@@ -323,15 +324,18 @@ def _like(tree, leaves):
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def einsum(equation: str, x: jax.Array, w: jax.Array, dtype, like: jax.Array | None = None) -> jax.Array:
+def einsum(equation: str, x, w, dtype, like: jax.Array | None = None, scales: tuple | None = None) -> jax.Array:
     """`jnp.einsum` of two arrays, the result in `dtype` straight from the accumulator.
+
+    scales: of x and w, which are FP8 codes then, float32 []: what is multiplied are their values.
 
     Under an Explicit mesh: x keeps its sharding, w follows x in the letters they share and is gathered over mesh axes
     that x already uses (FSDP); the result keeps what is left, or has the sharding of `like`.
     """
+    run = jnp.einsum if scales is None else functools.partial(_of_codes, scales)
     mesh = _explicit_mesh(x, w)
     if mesh is None:
-        return jnp.einsum(equation, x, w, preferred_element_type=dtype)
+        return run(equation, x, w, preferred_element_type=dtype)
     (x_names, w_names), out_names = equation.split("->")[0].split(","), equation.split("->")[1]
     dims = dict(zip(x_names, spec(x), strict=True))
     taken = {axis for axes in dims.values() for axis in axes}
@@ -342,4 +346,18 @@ def einsum(equation: str, x: jax.Array, w: jax.Array, dtype, like: jax.Array | N
         w = reshard(w, mesh, _partition(w_dims))
     out = spec(like) if like is not None else [dims[name] for name in out_names]
     sharding = NamedSharding(mesh, _partition(out))
-    return jnp.einsum(equation, x, w, preferred_element_type=dtype, out_sharding=sharding)
+    return run(equation, x, w, preferred_element_type=dtype, out_sharding=sharding)
+
+
+def _of_codes(scales: tuple, equation: str, x, w, *, preferred_element_type, **options) -> jax.Array:
+    """`jnp.einsum` of codes times scales. For a GPU so spelled that XLA makes an FP8 GEMM of it, to which it gives the
+    scales as they are, in float32, however they are cast here (a test reads the compiled text); elsewhere in float32.
+    """
+    capability = triton.compute_capability()
+    dtype = jnp.dtype(preferred_element_type)
+    if capability is not None and capability >= 89:
+        x, w = (codes.astype(dtype) * scale.astype(dtype) for codes, scale in zip((x, w), scales, strict=True))
+        options["precision"] = jax.lax.Precision.DEFAULT
+        return jnp.einsum(equation, x, w, preferred_element_type=dtype, **options)
+    x, w = (codes.astype(jnp.float32) * scale for codes, scale in zip((x, w), scales, strict=True))
+    return jnp.einsum(equation, x, w, preferred_element_type=jnp.float32, **options).astype(dtype)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Blocks(NamedTuple):
-    size: int  # columns of a tile of 32 rows; of the ops on heads, the heads a program has at once
+    size: int  # columns of a tile of 32 rows, or of a square one; of ops on heads, the heads a program has at once
     warps: int
 
 
@@ -40,6 +40,8 @@ TABLES = {
         "rope": ((ANY, Blocks(128, 8)),),
         "split": ((ANY, Blocks(128, 8)),),
         "split_backward": ((ANY, Blocks(16, 8)),),
+        # Square tiles.
+        "fp8 quantize": ((ANY, Blocks(128, 8)),),
         # By the numbers a head's keys and values are read as: what is read at once is in shared memory.
         "attention forward": ((320, Tile(128, 64, 8, 3)), (ANY, Tile(64, 32, 4, 2))),
         "attention forward, packed": ((320, Tile(128, 64, 8, 3)), (ANY, Tile(64, 32, 4, 2))),

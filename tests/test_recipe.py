@@ -410,7 +410,7 @@ X, W, NOTHING = jnp.zeros((B, T, R)), jnp.zeros((R, H, N + PE)), dict(nope_dim=N
 @pytest.mark.parametrize(
     "change,error_type,message",
     [
-        (dict(recipe="fp8"), ValueError, "recipe: found 'fp8', wanted one of None, 'mxfp8'"),
+        (dict(recipe="fp4"), ValueError, "recipe: found 'fp4', wanted one of None, 'mxfp8', 'fp8'"),
         (dict(out="bf16"), ValueError, "out: found 'bf16', wanted one of None, 'mxfp8'"),
         (dict(x=X[..., :80], w=W[:80], recipe="mxfp8"), ValueError, "x: found axis -1 of size 80"),
         (dict(x=X[:, :33], cos=COS[:33], sin=SIN[:33], out="mxfp8"), ValueError, "x: found axis -2 of size 33"),
