@@ -77,6 +77,7 @@ def _case_rows(op: str, case: Case, repeats: int) -> list[dict]:
 
 
 OPS = {"layer": layers.layer, "layer_mxfp8": functools.partial(layers.layer, recipe="mxfp8")}
+OPS["layer_fp8"] = layers.layer_fp8
 OPS |= {name: functools.partial(op_rows, name) for name in ops.OPS}
 CEILINGS = {"copy": "gbps", "gemm": "tflops"}  # by the rate that each is one of
 UNKNOWN = {"variant": None, "tflops": None, "gbps": None}  # what not every op's rows have

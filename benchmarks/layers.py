@@ -106,6 +106,11 @@ def _rounded_bwd(parts: Parts, axis: int, dtype, like, dy):
 _rounded.defvjp(_rounded_fwd, _rounded_bwd)
 
 
+def layer_fp8(preset, tokens: int, repeats: int, seed: int) -> list[dict]:
+    """Ours in FP8, beside ours, `own`, and the peers in the preset's dtype."""
+    return layer(preset, tokens, repeats, seed, "fp8")
+
+
 def layer(preset, tokens: int, repeats: int, seed: int, recipe: str | None = None) -> list[dict]:
     """Rows of ours, and of the peers, in each direction."""
     config, dtype = preset.config, jnp.dtype(preset.dtype)
@@ -116,6 +121,8 @@ def layer(preset, tokens: int, repeats: int, seed: int, recipe: str | None = Non
     candidates = {
         name: functools.partial(_ours, config, recipe, choice) for name, choice in _choices().items()
     } | _peers(config, dtype, recipe)
+    if recipe == "fp8":
+        candidates["own"] = functools.partial(_ours, config, None, None)
     wanted = _exact(config, params, x, dy)
     rows = []
     for direction in ("fwd", "fwd_bwd"):
@@ -154,10 +161,10 @@ def _ours(config, recipe, choice, params, x):
 
 
 def _peers(config, dtype, recipe) -> dict:
-    parts = PARTS if recipe is None else PARTS_MXFP8
+    parts = PARTS_MXFP8 if recipe == "mxfp8" else PARTS
     attentions = peers.attentions(dtype)
     found = {name: functools.partial(jnp_layer, parts[name], attend, config) for name, attend in attentions.items()}
-    if recipe is None and "jnp_best" in attentions:
+    if recipe != "mxfp8" and "jnp_best" in attentions:
         found["jnp_unpadded"] = functools.partial(jnp_layer, parts["jnp_usual"], attentions["jnp_best"], config)
     return found
 

@@ -113,6 +113,27 @@ def rope_mxfp8(i: Inputs) -> list[Case]:
     return [Case("fwd", candidates, (x,), wide(best), bytes=moved(best, x))]
 
 
+def fp8_quantize(i: Inputs) -> list[Case]:
+    """Attention's output to FP8, as it lies and transposed: with its amax at hand, and without."""
+    from jax_mla import fp8
+
+    x = i.per_token(i.heads, i.value)
+    largest = jax.jit(fp8.amax)(x)
+
+    def ours(name, x, *largest):
+        static = fp8.Static("both", -3, "e4m3", False, x.dtype, name)
+        t = fp8.raw_quantize(static, x, *largest).detach().bytes()
+        return t.rowwise_codes, t.columnwise_codes, t.scale_inv
+
+    names_ = {name: functools.partial(ours, name) for name in names("quantize_fp8")}
+    candidates = names_ | {"jnp_usual": peers.fp8_usual, "jnp_best": peers.fp8_best}
+    touched = moved(candidates["jnp_best"], x)
+    return [
+        Case("fwd", candidates, args, peers.fp8_usual, variant, bytes=touched)
+        for variant, args in (("known amax", (x, largest)), ("amax too", (x,)))
+    ]
+
+
 def dequantize(i: Inputs) -> list[Case]:
     from jax_mla.dequantize import raw_dequantize
 
@@ -132,7 +153,8 @@ def dequantize(i: Inputs) -> list[Case]:
     return cases
 
 
-_AROUND = (copy, gemm, rope_q, rope_kv, rms_norm_mxfp8, rope_mxfp8, dequantize)
-_PRODUCTS = (projections.q_up, projections.q_up_mxfp8, projections.kv_up, projections.kv_up_mxfp8)
+_AROUND = (copy, gemm, rope_q, rope_kv, rms_norm_mxfp8, rope_mxfp8, dequantize, fp8_quantize)
+_PRODUCTS = (projections.q_up, projections.q_up_mxfp8, projections.q_up_fp8)
+_PRODUCTS += (projections.kv_up, projections.kv_up_mxfp8)
 _ATTENTIONS = (attentions.attention, attentions.attention_mxfp8, attentions.attention_packed)
 OPS = {f.__name__: f for f in (*_AROUND, *_PRODUCTS, *_ATTENTIONS)}

@@ -306,3 +306,20 @@ def attention_exact(q, k, v, at=None):
 
     heads_first = tuple(jnp.moveaxis(x, 2, 0) for x in (q, k, v))
     return jnp.moveaxis(jax.lax.map(head, heads_first), 0, 2)
+
+
+def fp8_usual(x, amax=None):
+    """x to E4M3 with one scale, as it lies and with its last two dims in front; amax: float32's bits, where known."""
+    x = x.astype(jnp.float32)
+    amax = jnp.max(jnp.abs(x)) if amax is None else jax.lax.bitcast_convert_type(amax, jnp.float32)
+    scale = 448.0 / amax
+    codes = jnp.clip(x * scale, -448.0, 448.0).astype(jnp.float8_e4m3fn)
+    codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+    return codes, jnp.moveaxis(codes, (0, 1), (-2, -1)), 1.0 / scale
+
+
+def fp8_best(x, amax=None):
+    """The transposition of a matrix of bytes by itself, which XLA has a kernel for."""
+    codes, _, inverse = fp8_usual(x, amax)
+    matrix = jax.lax.optimization_barrier(codes).reshape(x.shape[0] * x.shape[1], -1)
+    return codes, matrix.T.reshape(*x.shape[2:], *x.shape[:2]), inverse

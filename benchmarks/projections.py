@@ -21,6 +21,11 @@ def q_up_mxfp8(i: Inputs) -> list[Case]:
     return _q_up(i, "mxfp8", {"jnp_usual": peers.q_up_mxfp8_usual, "jnp_best": peers.q_up_mxfp8_best})
 
 
+def q_up_fp8(i: Inputs) -> list[Case]:
+    """In FP8, beside what is written by hand in the preset's dtype."""
+    return _q_up(i, "fp8", {"jnp_usual": peers.q_up_usual, "jnp_best": peers.q_up_best})
+
+
 def _q_up(i: Inputs, recipe, by_hand) -> list[Case]:
     """The cotangent is made in the program: its buffer is the backward pass's to reuse."""
     rank, width = i.rank, i.nope + i.rope
@@ -30,7 +35,7 @@ def _q_up(i: Inputs, recipe, by_hand) -> list[Case]:
 
     def ours(name):
         def run(x, w, scale):
-            options = dict(nope_dim=i.nope, norm_scale=scale, recipe=recipe, out=recipe, implementation=name)
+            options = dict(nope_dim=i.nope, norm_scale=scale, recipe=recipe, out=_out(recipe), implementation=name)
             return jax_mla.q_up_proj_rope(x, w, i.cos, i.sin, **options)
 
         return run
@@ -73,7 +78,7 @@ def _kv_up(i: Inputs, recipe, by_hand) -> list[Case]:
 
     def ours(name):
         def run(x, w, scale, k_pe):
-            options = dict(nope_dim=i.nope, norm_scale=scale, recipe=recipe, out=recipe, implementation=name)
+            options = dict(nope_dim=i.nope, norm_scale=scale, recipe=recipe, out=_out(recipe), implementation=name)
             return jax_mla.kv_up_proj_rope(x, w, k_pe, i.cos, i.sin, **options)
 
         return run
@@ -91,6 +96,10 @@ def _kv_up(i: Inputs, recipe, by_hand) -> list[Case]:
     return [fwd, Case("bwd", pulled, args, wide(best), bytes=moved(best, *args), flops=2 * gemm)]
 
 
+def _out(recipe):
+    return "mxfp8" if recipe == "mxfp8" else None
+
+
 def _forward_case(functions: dict, args: tuple, recipe, flops: float) -> Case:
     forward = {name: _forward(name, function, recipe) for name, function in functions.items()}
     best = forward["jnp_best"]
@@ -99,7 +108,7 @@ def _forward_case(functions: dict, args: tuple, recipe, flops: float) -> Case:
 
 def _forward(name: str, function, recipe):
     """The pass whose results are compared: under "mxfp8" codes both ways, which peers make of what they return."""
-    if recipe is None:
+    if recipe != "mxfp8":
         return function
 
     def encode(x):
@@ -110,8 +119,8 @@ def _forward(name: str, function, recipe):
 
 def _judged(recipe) -> dict:
     """Codes as the values of both copies: a sum in another order moves a code here and there by a step."""
-    if recipe is None:
-        return {}
+    if recipe != "mxfp8":
+        return dict(error=rms_error) if recipe else {}
 
     def values(results):
         arrays = iter(jax.tree.leaves(results))
