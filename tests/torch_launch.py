@@ -1,7 +1,7 @@
 """Runs a kernel's launch specification on torch tensors: on the CPU in Triton's interpreter, or on a GPU.
 
 To be imported before triton: TRITON_INTERPRET is read when a kernel is defined. The interpreter (3.6 to 3.9) casts
-float32 to E4M3 without saturating, and wrongly; here its casts are ml_dtypes' with saturation, as cvt.rn.satfinite.
+float32 to FP8 without saturating, and wrongly; here its casts are ml_dtypes' with saturation, as cvt.rn.satfinite.
 """
 
 import os
@@ -14,7 +14,7 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
-DTYPES = {name: getattr(torch, name) for name in ("uint8", "bfloat16", "float16", "float32")}
+DTYPES = {name: getattr(torch, name) for name in ("uint8", "int32", "bfloat16", "float16", "float32")}
 CANARY = 0x5A  # in every byte that a kernel is to write
 
 
@@ -23,6 +23,7 @@ def _patch_casts():
 
     types = {
         "fp8e4nv": (ml_dtypes.float8_e4m3fn, 448.0),
+        "fp8e5": (ml_dtypes.float8_e5m2, 57344.0),
         "bf16": (ml_dtypes.bfloat16, None),
         "fp16": (np.float16, None),
         "fp32": (np.float32, None),
@@ -36,9 +37,9 @@ def _patch_casts():
         values = np.frombuffer(x.tobytes(), s[0]).astype(np.float32)
         if t[1] is not None:
             values = np.where(np.isnan(values), values, np.clip(values, -t[1], t[1]))
-        if t[1] is not None:
-            values = np.where(np.isnan(values), np.float32(np.nan), values)  # of any NaN 0x7F, as the hardware's
         bits = np.frombuffer(values.astype(t[0]).tobytes(), f"uint{target.primitive_bitwidth}")
+        if t[1] is not None:
+            bits = np.where(np.isnan(values).ravel(), np.uint8(0x7F), bits)  # of any NaN, as the hardware's
         return bits.reshape(x.shape)
 
     interpreter._convert_float = convert
