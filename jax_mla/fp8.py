@@ -114,7 +114,12 @@ IMPLEMENTATIONS = {
 
 def amax(x: jax.Array) -> jax.Array:
     """The largest magnitude of all of x, on every device, as `fp8_bits.amax`."""
-    found = fp8_bits.amax(x)
+    return over_all(fp8_bits.amax(x))
+
+
+def over_all(bits: jax.Array) -> jax.Array:
+    """The largest of float32's bits, of all of them and on every device: int32 []."""
+    found = jnp.max(bits, initial=0)
     across = sharding.varying(found)
     return jax.lax.pmax(found, tuple(sorted(across))) if across else found
 

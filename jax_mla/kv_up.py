@@ -6,7 +6,20 @@ from typing import NamedTuple
 
 import jax
 
-from jax_mla import checks, dispatch, linear, mxfp8, norm, operands, recipes, rope, rope_kv, sharding, up_mosaic
+from jax_mla import (
+    checks,
+    dispatch,
+    fp8_heads,
+    linear,
+    mxfp8,
+    norm,
+    operands,
+    recipes,
+    rope,
+    rope_kv,
+    sharding,
+    up_mosaic,
+)
 from jax_mla.mxfp8_tensor import MXFP8Tensor
 from jax_mla.operands import Operand
 from jax_mla.q_up import check_norm
@@ -111,7 +124,12 @@ def _backward(implementation: str, static: Static, saved: Residuals, dk, dv):
     """Cotangents of x, w, k_pe, cos, sin, norm_scale, bias."""
     static = static.using(implementation)
     project, k_pe, cos, sin, differentiates_tables = saved
-    dkv, dk_pe = rope_kv.raw_backward(static.rope_kv, k_pe, cos, sin, dk, dv)
+    frozen = static.project.x.frozen or static.project.w.frozen
+    # Quantised as it is read for both GEMMs; what sums it is left to XLA.
+    if static.project.fp8 and implementation == "triton" and project.bias is None and not frozen:
+        dkv, dk_pe = fp8_heads.joined(static.rope_kv, static.project.recipe, k_pe, cos, sin, dk, dv)
+    else:
+        dkv, dk_pe = rope_kv.raw_backward(static.rope_kv, k_pe, cos, sin, dk, dv)
     dx, dw, dscale, dbias = linear.project_backward(static.project, project, dkv)
     dcos = dsin = None
     if differentiates_tables is not None:

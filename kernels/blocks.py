@@ -24,6 +24,7 @@ class Tile(NamedTuple):
 
 HOPPER = 90
 ANY = float("inf")
+SHORT = 2048  # tokens up to which rows are short to attention
 
 # By architecture and op: (elements below which it holds, blocks), in order; of attention tiles.
 TABLES = {
@@ -42,13 +43,18 @@ TABLES = {
         "split_backward": ((ANY, Blocks(16, 8)),),
         # Square tiles.
         "fp8 quantize": ((ANY, Blocks(128, 8)),),
+        # Rows of a tile of at most 128 dims.
+        "fp8 heads": ((ANY, Blocks(128, 8)),),
         # By the numbers a head's keys and values are read as: what is read at once is in shared memory.
         "attention forward": ((320, Tile(128, 64, 8, 3)), (ANY, Tile(64, 32, 4, 2))),
+        "attention forward, short": ((320, Tile(128, 64, 8, 3)), (ANY, Tile(64, 32, 4, 2))),
         "attention forward, packed": ((320, Tile(128, 64, 8, 3)), (ANY, Tile(64, 32, 4, 2))),
         "attention dq": ((320, Tile(128, 64, 8, 3)), (ANY, Tile(64, 32, 4, 2))),
+        "attention dq, short": ((320, Tile(64, 32, 4, 3)), (ANY, Tile(64, 32, 4, 2))),
         "attention dq, packed": ((320, Tile(64, 32, 4, 3)), (ANY, Tile(64, 32, 4, 2))),
-        "attention dkv": ((320, Tile(32, 128, 8, 3)), (ANY, Tile(32, 64, 8, 2))),
-        "attention dkv, packed": ((320, Tile(32, 64, 4, 2)), (ANY, Tile(32, 64, 8, 2))),
+        "attention dkv": ((320, Tile(32, 64, 4, 3)), (ANY, Tile(32, 64, 8, 2))),
+        "attention dkv, short": ((320, Tile(32, 64, 4, 3)), (ANY, Tile(32, 64, 8, 2))),
+        "attention dkv, packed": ((320, Tile(32, 64, 4, 3)), (ANY, Tile(32, 64, 8, 2))),
     }
 }
 

@@ -81,7 +81,7 @@ FORMATS = ("e4m3", "e5m2")
 
 
 def quantize(entries: int, rows: int, columns: int, usage: str, format: str = "e4m3", arch: int = HOPPER) -> Launch:
-    """x [entries, rows, columns], scale float32 [entries] -> codes, uint8: like x, [entries, columns, rows], or both."""
+    """x [entries, rows, columns], scale float32 [entries] -> codes, uint8: like x, [entries, columns, rows], both."""
     require(usage in USAGES, "usage", usage, f"one of {USAGES}")
     require(format in FORMATS, "format", format, f"one of {FORMATS}")
     plain, transposed = ((entries, rows, columns), "uint8"), ((entries, columns, rows), "uint8")
