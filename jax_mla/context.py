@@ -15,9 +15,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_mla import checks, segments, sharding
+from jax_mla import checks, fp8_block_tensor, segments, sharding
 from jax_mla.mxfp8_bits import BLOCK
-from jax_mla.recipes import Recipe
+from jax_mla.recipes import FP8BlockRecipe, Recipe
 
 
 def zigzag(length: int, cp: int, *, inverse: bool = False) -> np.ndarray:
@@ -161,6 +161,9 @@ def check(context: Context, x: jax.Array, recipe: Recipe) -> None:
         raise ValueError(f"{where}, wanted a multiple of 2 * cp = {parts}: every device holds two chunks")
     if recipe == "mxfp8" and length % (BLOCK * parts):
         raise ValueError(f"{where}, wanted a multiple of {BLOCK} * 2 * cp = {BLOCK * parts}: no block of two chunks")
+    whole = fp8_block_tensor.BLOCK * context.size
+    if isinstance(recipe, FP8BlockRecipe) and length % whole:
+        raise ValueError(f"{where}, wanted a multiple of 128 * cp = {whole}: whole blocks on every device")
 
 
 def run(context: Context, flow: Callable, results: int, params: dict, x, positions, segment_ids) -> tuple:

@@ -1,4 +1,5 @@
-"""From codes back to values: `dequantize`. The arithmetic of MXFP8 is in `mxfp8_bits.py`, FP8's a multiplication."""
+"""From codes back to values: `dequantize`. The arithmetic of MXFP8 is in `mxfp8_bits.py`, FP8's a multiplication, by
+one scale here and by those of blocks in `fp8_block.py`."""
 
 import dataclasses
 import functools
@@ -7,15 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mla import dispatch, fp8_tensor, launches, sharding
+from jax_mla import dispatch, fp8_block, fp8_block_tensor, fp8_tensor, launches, sharding
 from jax_mla import mxfp8_bits as bits
+from jax_mla.fp8_block_tensor import FP8BlockTensor
 from jax_mla.fp8_tensor import FP8Tensor
 from jax_mla.mxfp8_tensor import MXFP8Tensor, Saved, check, check_dtype, cotangent, once_differentiable, saved
 
+CHECKS = {MXFP8Tensor: check, FP8Tensor: fp8_tensor.check, FP8BlockTensor: fp8_block_tensor.check}
 
-def dequantize(t: MXFP8Tensor | FP8Tensor, dtype=None, *, implementation: dispatch.Choice = None) -> jax.Array:
+
+def dequantize(
+    t: MXFP8Tensor | FP8Tensor | FP8BlockTensor, dtype=None, *, implementation: dispatch.Choice = None
+) -> jax.Array:
     """The values of t, code * 2^(scale - 127), from its row-wise copy if it has one. Of an `FP8Tensor` code * scale_inv
-    in float32, by XLA alone.
+    in float32, of an `FP8BlockTensor` code * scale, both by XLA alone.
 
     dtype: bfloat16, float16 or float32; by default t's logical dtype. Exact in float32 and, but for subnormals below
     2^-133, in bfloat16; else rounded to nearest even, to infinity beyond the dtype's range. Subnormal results are
@@ -25,7 +31,7 @@ def dequantize(t: MXFP8Tensor | FP8Tensor, dtype=None, *, implementation: dispat
 
     Raises TypeError or ValueError naming the argument; NotImplementedError if no implementation fits.
     """
-    (fp8_tensor.check if isinstance(t, FP8Tensor) else check)("t", t)
+    CHECKS.get(type(t), check)("t", t)
     dtype = t.dtype if dtype is None else check_dtype("dtype", dtype)
     return _dequantize(dtype, dispatch.check(implementation), t.only(t.usages[0]))
 
@@ -64,10 +70,12 @@ def _fp8(dtype: np.dtype, t: FP8Tensor) -> jax.Array:
     return (t.placed().astype(jnp.float32) * t.scale_inv).astype(dtype)
 
 
-def raw_dequantize(dtype: np.dtype, t: MXFP8Tensor | FP8Tensor, implementation: dispatch.Choice = None) -> jax.Array:
+def raw_dequantize(dtype: np.dtype, t, implementation: dispatch.Choice = None) -> jax.Array:
     """For the rules of ops that take tensors; from t's first copy."""
     if isinstance(t, FP8Tensor):
         return _fp8(dtype, t)
+    if isinstance(t, FP8BlockTensor):
+        return fp8_block.raw_dequantize(dtype, t)
     static = Static(t.usages[0], t.token_axis, np.dtype(dtype))
     chosen = dispatch.choose("dequantize", IMPLEMENTATIONS, implementation)
     dims = " ".join(f"t{i}" for i in range(t.ndim))

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mla import launches
+from jax_mla import launches, recipes
 
 # Every name an op may have an implementation under; what this version lacks says so.
 NAMES = {
@@ -86,8 +86,8 @@ def fused(forward: Callable, misfit: Callable, unavailable: Callable, parts: Map
     def supports(static=None, *args):
         if static is None or len(args) == 1:  # this machine; the backward pass, which has other kernels
             return unavailable()
-        if static.project.fp8:
-            return "found recipe 'fp8', wants None or 'mxfp8'"
+        if static.project.recipe not in (None, "mxfp8"):
+            return f"found recipe {recipes.name(static.project.recipe)!r}, wants None or 'mxfp8'"
         return misfit(static, *args) or unavailable()
 
     return Implementation(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import checks, context, dispatch, fp8, mxfp8, operands, recipes, segments, sharding
+from jax_mla import checks, context, dispatch, fp8, fp8_block, mxfp8, operands, recipes, segments, sharding
 from jax_mla import params as parameters
 from jax_mla import remat as policies
 from jax_mla.attention import attention
@@ -17,7 +17,7 @@ from jax_mla.linear import linear
 from jax_mla.mxfp8_bits import BLOCK
 from jax_mla.norm import rms_norm
 from jax_mla.q_up import q_up_proj_rope
-from jax_mla.recipes import FP8Recipe, Recipe
+from jax_mla.recipes import FP8BlockRecipe, FP8Recipe, Recipe
 from jax_mla.rope import apply_rope, rope_tables
 
 
@@ -45,11 +45,13 @@ def mla(
     given) are spread in zig-zag order: `zigzag`; y's are too. Under a mesh whose axis is Auto or Explicit, or inside
     `shard_map` over it, where T here is a device's share. Every device is sent the latents of all tokens, C + P numbers
     each, and makes keys and values from them; gradients are summed over the axis once. T is a multiple of 2 cp, with
-    "mxfp8" of 64 cp. Default positions are those of the tokens in their natural order.
+    "mxfp8" of 64 cp, with "fp8_block" of 128 cp. Default positions are those of the tokens in their natural order.
     recipe: None computes in x's dtype. "fp8", or an `FP8Recipe` with its options, quantises every GEMM's operands to
     FP8 in both passes, one scale a tensor; attention stays in x's dtype. "mxfp8" quantises them to MXFP8, and q, k, v
     for attention (`operands.py`): T and every dim that is contracted are multiples of 32, and so is, where it is known
-    at trace time, the first token of every segment; traced segment_ids are the caller's promise.
+    at trace time, the first token of every segment; traced segment_ids are the caller's promise. "fp8_block", or an
+    `FP8BlockRecipe`, is DeepSeek-V3's: FP8 with a scale for every 128 values, or 128 x 128 of a weight, of any T, dims
+    and segments; attention stays in x's dtype. A block of 128 tokens, which only dW reads, may hold several segments.
     remat: what the backward pass keeps: None or "everything" (every residual), "qkv", "latents", "nothing".
     return_max_logit: also return what `attention` does under that name, for `qk_clip`.
     implementation: of every op; see `implementations()`.
@@ -146,6 +148,8 @@ def _quantized(x: jax.Array, recipe: Recipe, implementation: dispatch.Choice) ->
     both = dict(usage="both", implementation=implementation)
     if isinstance(recipe, FP8Recipe):
         return fp8.quantize_fp8(x, power_of_two=recipe.power_of_two, **both)
+    if isinstance(recipe, FP8BlockRecipe):
+        return fp8_block.quantize_fp8_block(x, usage="both", power_of_two=recipe.power_of_two)
     return mxfp8.quantize_mxfp8(x, **both)
 
 

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_mla import checks, dispatch, mxfp8, norm, norm_quantize, operands, recipes, rope, sharding
 from jax_mla.norm import NormStatic
 from jax_mla.operands import Operand, Scaled
-from jax_mla.recipes import FP8Recipe, Recipe
+from jax_mla.recipes import FP8BlockRecipe, FP8Recipe, Recipe
 from jax_mla.rope import wide
 
 Factor = jax.Array | Scaled  # of a product
@@ -35,9 +35,10 @@ def linear(
     x: floating [..., *C]; w: floating [*C, *O]; bias: floating [*O] or None. Computed in x's dtype (w is cast to it,
     accumulation is float32); returned in it, [..., *O]. dW and dbias come from float32 accumulators in their
     parameter's dtype. Under a mesh the bias is added after any sum over it.
-    recipe: None; "mxfp8" or "fp8" (or an `FP8Recipe`): x, w and y's cotangent are multiplied as MXFP8, or FP8. x and w
-    may be an `MXFP8Tensor` or an `FP8Tensor`, of token_axis -1 - contract and that of the last dim of w that is
-    contracted. implementation: of what quantises (the GEMMs are XLA's).
+    recipe: None; "mxfp8", "fp8" or "fp8_block" (or an `FP8Recipe`, `FP8BlockRecipe`): x, w and y's cotangent are
+    multiplied as MXFP8, FP8, or FP8 in blocks. x and w may be an `MXFP8Tensor`, `FP8Tensor` or `FP8BlockTensor`, of
+    token_axis -1 - contract and that of the last dim of w that is contracted. implementation: of what quantises (the
+    GEMMs are XLA's, and so is what quantises in blocks of 128).
 
     Saved for the backward pass: x and w, of which a recipe keeps x's column-wise and w's row-wise codes.
     Raises ValueError or TypeError naming the argument.
@@ -80,6 +81,10 @@ class Static:
     @property
     def fp8(self) -> bool:
         return isinstance(self.recipe, FP8Recipe)
+
+    @property
+    def blocks(self) -> bool:
+        return isinstance(self.recipe, FP8BlockRecipe)
 
     def w_axis(self, ndim: int) -> int:
         """Also that of y's cotangent, whose dims after the tokens are w's after those it contracts."""
@@ -128,11 +133,14 @@ def factors(static: Static, x: Operand, w: Operand, norm_scale, bias, train: boo
             operands.check_usages("w", w, static.recipe, static.w_axis(w.ndim), "rowwise")
         like_x, like_w = operands.like(given), operands.like(w)
         x_usages, w_usages = ("rowwise",) + ("columnwise",) * wants_w, ("columnwise",) + ("rowwise",) * wants_x
+        if norm_scale is not None and (static.fp8 or static.blocks):
+            x, rstd = norm.raw_forward(static.norm, x, norm_scale)
         if static.fp8:
-            if norm_scale is not None:
-                x, rstd = norm.raw_forward(static.norm, x, norm_scale)
             x = operands.quantize_fp8(x, x_usages, static.x_axis, static.recipe, implementation=how)
             w = operands.quantize_fp8(w, w_usages, static.w_axis(w.ndim), static.recipe, implementation=how)
+        elif static.blocks:
+            x = operands.quantize_blocks(x, x_usages, static.x_axis, static.recipe)
+            w = operands.quantize_blocks(w, w_usages, static.w_axis(w.ndim), static.recipe, "128x128")
         else:
             x_reads, w_reads = ((), ()) if codes else (("rowwise",), ("columnwise",))
             products = operands.products(dtype)
@@ -182,7 +190,10 @@ def project_backward(
             t = operands.quantize_fp8(dy, usages, axis, static.recipe, static.recipe.grad_format, how)
         else:
             products = operands.products(like_x.dtype)
-            t = operands.quantize(dy, usages, axis, like_x.dtype, how, usages, products)
+            if static.blocks:
+                t = operands.quantize_blocks(dy, usages, axis, static.recipe)
+            else:
+                t = operands.quantize(dy, usages, axis, like_x.dtype, how, usages, products)
             read = functools.partial(_read, products, how)
         if wants_x:
             rows, w_read = (read(a, "rowwise") for a in (t, w))

@@ -10,6 +10,12 @@ directions, from the widest values at hand, and each GEMM reads the copies whose
 So the backward pass keeps x's column-wise copy and w's row-wise one. Products are exact in bfloat16 (an E4M3 code times
 a power of two), sums are float32. An `MXFP8Tensor` in an array's place stands for its values: already quantised under
 "mxfp8", dequantised first under None. One without a proxy gets no gradient, and nothing is kept for one.
+
+"fp8_block" reads the same copies, of blocks of 128: x and dy in 1 x 128 along K and O, and in 128 x 1 along T, each
+from the values in x's dtype; w in 128 x 128, one copy for both GEMMs. Its scales are any float32: values, code * scale,
+are rounded once to x's dtype (2^-9 of each in bfloat16, beside E4M3's own 2^-4; nothing with powers of two) and
+multiplied in it, in float32 where x is float32 or float16. Sums are float32 throughout, which is what DeepSeek's
+promotion of every 128 products is for.
 """
 
 import dataclasses
@@ -19,16 +25,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_mla import checks, coded, dispatch, fp8, fp8_tensor, mxfp8, mxfp8_tensor, sharding
+from jax_mla import checks, coded, dispatch, fp8, fp8_block, mxfp8, mxfp8_tensor, sharding
 from jax_mla.coded import Coded
-from jax_mla.dequantize import raw_dequantize
+from jax_mla.dequantize import CHECKS, raw_dequantize
+from jax_mla.fp8_block_tensor import FP8BlockTensor
 from jax_mla.fp8_tensor import FP8Tensor
 from jax_mla.mxfp8 import Rounded
 from jax_mla.mxfp8_bits import BLOCK
 from jax_mla.mxfp8_tensor import MXFP8Tensor
-from jax_mla.recipes import FP8Recipe, Recipe
+from jax_mla.recipes import FP8BlockRecipe, FP8Recipe, Recipe
 
-Operand = jax.Array | MXFP8Tensor | FP8Tensor
+Operand = jax.Array | MXFP8Tensor | FP8Tensor | FP8BlockTensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +92,7 @@ def placed(x: Operand) -> jax.Array:
 
 
 def check_tensor(argument: str, t: Coded, token_axis: int, *usages: str) -> None:
-    (fp8_tensor if isinstance(t, FP8Tensor) else mxfp8_tensor).check(argument, t, *usages)
+    CHECKS[type(t)](argument, t, *usages)
     if t.token_axis != token_axis:
         raise checks.found(argument, t, f"token_axis={token_axis}")
 
@@ -94,11 +101,11 @@ def check_usages(argument: str, x: Operand, recipe: Recipe, token_axis: int, *us
     """Errors unless x has these copies as the recipe multiplies them, or can be made into them."""
     if recipe is None:
         return
-    module, wanted = (fp8_tensor, FP8Tensor) if isinstance(recipe, FP8Recipe) else (mxfp8_tensor, MXFP8Tensor)
+    wanted = {FP8Recipe: FP8Tensor, FP8BlockRecipe: FP8BlockTensor}.get(type(recipe), MXFP8Tensor)
     if isinstance(x, Coded):
         if not isinstance(x, wanted):
             raise TypeError(f"{argument}: found {x!r}, wanted an array or an {wanted.__name__} under this recipe")
-        module.check(argument, x, *usages)
+        CHECKS[wanted](argument, x, *usages)
         return
     mxfp8_tensor.check_dtype(argument, x.dtype)
     if wanted is MXFP8Tensor:
@@ -138,6 +145,17 @@ def quantize_fp8(
     usage = "both" if len(usages) == 2 else usages[0]
     static = fp8.Static(usage, token_axis, format, recipe.power_of_two, jnp.dtype(x.dtype), implementation)
     return fp8.raw_quantize(static, x).detach()
+
+
+def quantize_blocks(
+    x: Operand, usages: tuple[str, ...], token_axis: int, recipe: FP8BlockRecipe, block: str = "1x128"
+) -> FP8BlockTensor:
+    """As `quantize`, in FP8 with a scale a block."""
+    if isinstance(x, FP8BlockTensor):
+        return x.detach()
+    usage = "both" if len(usages) == 2 else usages[0]
+    static = fp8_block.Static(usage, token_axis, block, recipe.power_of_two, jnp.dtype(x.dtype))
+    return fp8_block.raw_quantize(static, x).detach()
 
 
 def quantization(
@@ -180,7 +198,8 @@ def named(x: Operand, name: str) -> Operand:
 
 
 def products(dtype: np.dtype) -> np.dtype:
-    """What MXFP8 values of a logical dtype are multiplied in: exact in it, as they are not in float16."""
+    """What values of a logical dtype are multiplied in, where they are of codes: MXFP8's are exact in it, as they are
+    not in float16."""
     return jnp.dtype(jnp.float32) if dtype == jnp.float16 else dtype
 
 

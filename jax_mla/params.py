@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mla import checks, fp8, mxfp8, operands, recipes
+from jax_mla import checks, fp8, fp8_block, mxfp8, operands, recipes
 from jax_mla.coded import COPIES, Coded
 from jax_mla.config import MLAConfig
 from jax_mla.mxfp8_bits import BLOCK
-from jax_mla.recipes import FP8Recipe, Recipe
+from jax_mla.recipes import FP8BlockRecipe, FP8Recipe, Recipe
 
 
 class Spec(NamedTuple):
@@ -83,13 +83,13 @@ def draw(key: jax.Array, name: str, spec: Spec, param_dtype) -> jax.Array:
 def quantize_params(
     params: Mapping[str, jax.Array], config: MLAConfig, *, usage: str = "both", recipe: Recipe = "mxfp8"
 ) -> dict:
-    """`params` with every weight as what `mla` multiplies under a recipe, an `MXFP8Tensor` or an `FP8Tensor`: once a
-    step, not once a use.
+    """`params` with every weight as what `mla` multiplies under a recipe, an `MXFP8Tensor`, `FP8Tensor` or
+    `FP8BlockTensor`: once a step, not once a use.
 
     The token axis of a weight is the last axis its product contracts: -3 for wq, wq_b, wkv_b, -2 for wq_a, wkv_a, wo.
-    usage: "both" for training; "columnwise" is what the forward pass reads. Norms and biases stay as they are.
-    Gradients pass through; `detach` the tensors for weights that get none. Raises as `quantize_mxfp8`, `quantize_fp8`
-    and `mla`.
+    usage: "both" for training; "columnwise" is what the forward pass reads ("fp8_block" has one copy for all). Norms
+    and biases stay as they are. Gradients pass through; `detach` the tensors for weights that get none. Raises as
+    `quantize_mxfp8`, `quantize_fp8`, `quantize_fp8_block` and `mla`.
     """
     recipe = recipes.check(recipe)
     if recipe is None:
@@ -108,6 +108,9 @@ def quantize_params(
         how = dict(usage=usage, token_axis=spec.token_axis)
         if isinstance(recipe, FP8Recipe):
             return fp8.quantize_fp8(jnp.asarray(given), power_of_two=recipe.power_of_two, **how)
+        if isinstance(recipe, FP8BlockRecipe):
+            options = dict(block="128x128", power_of_two=recipe.power_of_two)
+            return fp8_block.quantize_fp8_block(jnp.asarray(given), **options, **how)
         return mxfp8.quantize_mxfp8(jnp.asarray(given), **how)
 
     return {name: quantize(name, spec) for name, spec in specs(config).items()}

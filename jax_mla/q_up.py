@@ -50,9 +50,9 @@ def q_up_proj_rope(
     norm; norm_eps: Python float. bias: floating [H, D] or None, added before RoPE. Layouts: as `apply_rope`.
     recipe: None, or "mxfp8": the GEMMs of both passes multiply MXFP8, quantised from the float32 norm, from w and from
     the float32 inverse RoPE of q's cotangent. "fp8", or an `FP8Recipe`: FP8, quantised from the norm in x's dtype, from
-    w, and from the float32 inverse RoPE. x (if norm_scale is None) and w may be an `MXFP8Tensor` (`FP8Tensor`), of
-    token_axis -2 and -3, under that recipe or none; what it misses for a pass raises, and without a proxy it gets no
-    gradient.
+    w, and from the float32 inverse RoPE; "fp8_block", or an `FP8BlockRecipe`: likewise, in blocks of 128. x (if
+    norm_scale is None) and w may be an `MXFP8Tensor` (`FP8Tensor`, `FP8BlockTensor`), of token_axis -2 and -3, under
+    that recipe or none; what it misses for a pass raises, and without a proxy it gets no gradient.
     out: None, or "mxfp8": q is an `MXFP8Tensor` with both copies, token_axis -3, quantised from float32. (NVIDIA's
     kernel, "cudnn", rounds to bfloat16 on the way: docs/blackwell.md.)
 
@@ -149,7 +149,8 @@ def _backward(implementation: str, static: Static, saved: Residuals, dq):
     recipe, one_gemm = static.project.recipe, static.project.x.frozen or static.project.w.frozen
     if recipe is None:
         dz = rope.raw(adjoint, dq, cos, sin)
-    elif one_gemm or (static.project.fp8 and implementation == "xla"):  # which reads one direction; or has no kernel
+    elif one_gemm or static.project.blocks or (static.project.fp8 and implementation == "xla"):
+        # It is read in one direction; or there is no kernel.
         dz = rope.raw(adjoint, rope.wide(dq), cos, sin)
     else:  # quantised both ways as it is rotated
         if static.project.fp8:

@@ -21,13 +21,34 @@ class FP8Recipe:
         object.__setattr__(self, "power_of_two", checks.static_bool("power_of_two", self.power_of_two))
 
 
-Recipe = str | FP8Recipe | None
-NAMES = (None, "mxfp8", "fp8")
+@dataclasses.dataclass(frozen=True)
+class FP8BlockRecipe:
+    """The recipe "fp8_block" with its option: DeepSeek-V3's (arXiv:2412.19437, section 3.3), of which Transformer
+    Engine's Float8BlockScaling is the kin.
+
+    E4M3 throughout, a float32 scale for every 1 x 128 of activations and cotangents and every 128 x 128 of weights.
+    power_of_two: scales rounded up to powers of two, as Transformer Engine's are by default.
+    """
+
+    power_of_two: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "power_of_two", checks.static_bool("power_of_two", self.power_of_two))
+
+
+Recipe = str | FP8Recipe | FP8BlockRecipe | None
+NAMES = (None, "mxfp8", "fp8", "fp8_block")
+_OF_NAMES = {"fp8": FP8Recipe(), "fp8_block": FP8BlockRecipe()}
 
 
 def check(recipe: Recipe) -> Recipe:
-    """The recipe as the ops know it: None, "mxfp8" or an `FP8Recipe`."""
-    if isinstance(recipe, FP8Recipe):
+    """The recipe as the ops know it: None, "mxfp8", an `FP8Recipe` or an `FP8BlockRecipe`."""
+    if isinstance(recipe, FP8Recipe | FP8BlockRecipe):
         return recipe
     checks.choice("recipe", recipe, NAMES)
-    return FP8Recipe() if recipe == "fp8" else recipe
+    return _OF_NAMES.get(recipe, recipe)
+
+
+def name(recipe: Recipe) -> str | None:
+    """Of a recipe as `check` returns it."""
+    return next((name for name, kind in _OF_NAMES.items() if isinstance(recipe, type(kind))), recipe)
