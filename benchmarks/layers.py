@@ -107,7 +107,7 @@ _rounded.defvjp(_rounded_fwd, _rounded_bwd)
 
 
 def layer_fp8(preset, tokens: int, repeats: int, seed: int) -> list[dict]:
-    """Ours in FP8, beside ours, `own`, and the peers in the preset's dtype."""
+    """Ours in FP8, also of weights that were `quantized` before, beside ours, `own`, and peers in its dtype."""
     return layer(preset, tokens, repeats, seed, "fp8")
 
 
@@ -121,8 +121,14 @@ def layer(preset, tokens: int, repeats: int, seed: int, recipe: str | None = Non
     candidates = {
         name: functools.partial(_ours, config, recipe, choice) for name, choice in _choices().items()
     } | _peers(config, dtype, recipe)
+    given = dict.fromkeys(candidates, params)
     if recipe == "fp8":
-        candidates["own"] = functools.partial(_ours, config, None, None)
+        candidates |= {
+            "own": functools.partial(_ours, config, None, None),
+            "quantized": candidates["xla" if "xla" in candidates else "best"],
+        }
+        tensors = jax.jit(lambda params: jax_mla.quantize_params(params, config, recipe=recipe))(params)
+        given |= dict(own=params, quantized=tensors)
     wanted = _exact(config, params, x, dy)
     rows = []
     for direction in ("fwd", "fwd_bwd"):
@@ -130,8 +136,8 @@ def layer(preset, tokens: int, repeats: int, seed: int, recipe: str | None = Non
         for name, function in candidates.items():
             step = _with_gradients(function) if direction == "fwd_bwd" else lambda p, x, dy, f=function: f(p, x)
             try:
-                compiled = jax.jit(step).lower(params, x, dy).compile()
-                results = compiled(params, x, dy)
+                compiled = jax.jit(step).lower(given[name], x, dy).compile()
+                results = compiled(given[name], x, dy)
                 error = cases.error(results, wanted if direction == "fwd_bwd" else wanted[0])
                 del results
             except Exception as reason:  # a peer may be too large for the memory; ours says so
@@ -140,7 +146,7 @@ def layer(preset, tokens: int, repeats: int, seed: int, recipe: str | None = Non
                 first = str(reason).partition("\n")[0]
                 print(f"left out: layer {direction} by {name}: {type(reason).__name__}: {first}", file=sys.stderr)
                 continue
-            timed[name] = _sustained(functools.partial(compiled, params, x, dy))
+            timed[name] = _sustained(functools.partial(compiled, given[name], x, dy))
             found[name] = dict(error=error, peak_bytes=compiled.memory_analysis().temp_size_in_bytes)
         for name, (ms, spread) in timing.side_by_side(timed, repeats).items():
             row = dict(op="layer" if recipe is None else f"layer_{recipe}", direction=direction, implementation=name)
@@ -170,10 +176,17 @@ def _peers(config, dtype, recipe) -> dict:
 
 
 def _with_gradients(function):
-    """Output, and the gradients of parameters and input."""
+    """Output, and the gradients of parameters, a tensor's being that of its proxy, and input."""
 
     def step(params, x, dy):
-        y, pullback = jax.vjp(function, params, x)
+        tensors = {name: p for name, p in params.items() if isinstance(p, jax_mla.FP8Tensor)}
+        arrays = {name: p.proxy if name in tensors else p for name, p in params.items()}
+
+        def run(arrays, x):
+            made = {name: dataclasses.replace(t, proxy=arrays[name]) for name, t in tensors.items()}
+            return function(arrays | made, x)
+
+        y, pullback = jax.vjp(run, arrays, x)
         return y, pullback(dy)
 
     return step

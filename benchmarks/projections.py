@@ -1,5 +1,6 @@
 """The up-projections with their norms and rotations: forward, and backward alone."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -22,8 +23,26 @@ def q_up_mxfp8(i: Inputs) -> list[Case]:
 
 
 def q_up_fp8(i: Inputs) -> list[Case]:
-    """In FP8, beside what is written by hand in the preset's dtype."""
-    return _q_up(i, "fp8", {"jnp_usual": peers.q_up_usual, "jnp_best": peers.q_up_best})
+    """In FP8, beside what is written by hand in the preset's dtype; forward also of a weight quantised before."""
+    by_hand = {"jnp_usual": peers.q_up_usual, "jnp_best": peers.q_up_best}
+    fwd, bwd = _q_up(i, "fp8", by_hand)
+    x, w, scale = fwd.args
+    t = jax.jit(lambda w: jax_mla.quantize_fp8(w, usage="columnwise", token_axis=-3).detach())(w)
+
+    exact = fwd.reference
+
+    def peer(function):
+        return lambda x, w, scale: function(x, jax_mla.dequantize(w), scale)
+
+    candidates = {n: peer(f) if n in by_hand else f for n, f in fwd.candidates.items()}
+    quantized = dataclasses.replace(
+        fwd,
+        variant="quantized",
+        candidates=candidates,
+        args=(x, t, scale),
+        reference=lambda x, w, scale: exact(x, jax_mla.dequantize(w), scale),
+    )
+    return [fwd, quantized, bwd]
 
 
 def _q_up(i: Inputs, recipe, by_hand) -> list[Case]:
