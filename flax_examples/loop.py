@@ -51,9 +51,9 @@ class Programs:
 
 @functools.cache
 def programs(settings: Settings, layout: mesh.Layout | None = None) -> Programs:
-    """Without a layout, for one device. InputError if the settings cannot be cut as it says."""
+    """Without a layout, for one device. InputError if the settings cannot be cut as it says, or follow the recipe."""
     layout = layout or mesh.make(None)
-    apply = model.MODULES[settings.module](settings.model, settings.dtype, layout)
+    apply = model.MODULES[settings.module](settings.model, settings.dtype, layout, settings.recipe)
     warmup = min(math.ceil(settings.warmup * settings.steps), settings.steps - 1)
     schedule = optax.warmup_cosine_decay_schedule(0.0, settings.learning_rate, warmup, settings.steps)
     optimizer = optax.chain(
@@ -75,7 +75,9 @@ def programs(settings: Settings, layout: mesh.Layout | None = None) -> Programs:
 
     params, state = jax.eval_shape(init, jax.random.key(0))
     axes, everywhere = model.logical_axes(settings.model), layout.sharding()
-    layout.check(settings.batch, jax.tree.map(lambda leaf: leaf.shape, params), axes)
+    if settings.recipe is not None:
+        model.check_recipe(settings.model.attention, settings.recipe, settings.window)
+    layout.check(settings.batch, settings.window, settings.block, jax.tree.map(lambda leaf: leaf.shape, params), axes)
     spread = mesh.shardings(layout, axes)
     # What the optimiser keeps of a parameter lies as the parameter does.
     spread_state = optax.tree_map_params(

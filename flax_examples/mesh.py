@@ -12,20 +12,24 @@ import math
 from collections.abc import Callable, Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+import jax_mla
 from flax_examples.data import InputError
 
 # The axes, outermost first: what talks most is innermost, among neighbours.
 AXES = {
     "dp": "copies of the model, each with its part of the batch",
     "fsdp": "parts of the batch, and of the parameters, which are gathered where they are used",
+    "cp": "parts of every row's tokens; attention gathers their latents",
     "tp": "parts of the heads, of the MLP's width and of the vocabulary",
 }
 RULES = (
     ("batch", ("dp", "fsdp")),
+    ("tokens", "cp"),
     ("embed", "fsdp"),
     ("q_lora", "fsdp"),
     ("kv_lora", "fsdp"),
@@ -35,7 +39,6 @@ RULES = (
     ("mlp", "tp"),
     ("vocab", "tp"),
 )
-REFUSED = {"cp": "context parallelism is the layer's (context_axis), the example's rows are not cut"}
 
 
 def parse(text: str) -> dict[str, int]:
@@ -43,8 +46,6 @@ def parse(text: str) -> dict[str, int]:
     sizes = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if axis in REFUSED:
-            raise argparse.ArgumentTypeError(f"found {part!r}, wanted no {axis}: {REFUSED[axis]}")
         if axis not in AXES:
             raise argparse.ArgumentTypeError(f"found axis {axis!r} in {text!r}, wanted one of {', '.join(AXES)}")
         if axis in sizes:
@@ -77,6 +78,19 @@ class Layout:
         places = self.sharding("batch").addressable_devices_indices_map((self.parts,))
         return sorted({place[0].indices(self.parts)[0] for place in places.values()})
 
+    @property
+    def context_axis(self) -> str | None:
+        """The axis that spreads tokens, as the layer is to be told: if any does, in zig-zag order."""
+        (axis,) = _axes("tokens")
+        return axis if axis in self.sizes else None
+
+    def zigzag(self, x: jax.Array) -> jax.Array:
+        """x [B, T] of tokens in natural order as the layer wants them: without an axis that spreads them, as it is."""
+        if self.context_axis is None:
+            return x
+        order = jax_mla.zigzag(x.shape[1], self.sizes[self.context_axis])
+        return self.spread(jnp.take(x, order, axis=1), "batch", "tokens")
+
     def sharding(self, *axes: str | None) -> NamedSharding:
         """Of an array whose dims have these logical axes; without any, whole on every device."""
         return NamedSharding(self.mesh, nn.logical_to_mesh_axes(axes, RULES))
@@ -105,15 +119,22 @@ class Layout:
     def _size(self, names: str | tuple[str, ...] | None) -> int:
         return math.prod(self.mesh.shape[axis] for axis in _tuple(names))
 
-    def check(self, batch: int, shapes: Mapping, axes: Mapping) -> None:
-        """InputError unless the batch and every parameter can be cut evenly: `shapes` and `axes` are two trees of
-        tuples."""
+    def check(self, batch: int, window: int, block: int, shapes: Mapping, axes: Mapping) -> None:
+        """InputError unless the batch, its rows (into chunks of whole blocks of tokens) and every parameter can be cut
+        evenly: `shapes` and `axes` are two trees of tuples."""
         if batch % self.parts:
             names = [axis for axis in _axes("batch") if axis in self.sizes]
             raise InputError(
                 f"--batch: found {batch} over {' x '.join(f'{axis}={self.sizes[axis]}' for axis in names)},"
                 f" wanted a multiple of {self.parts}"
             )
+        if self.context_axis is not None:
+            cp, of = self.sizes[self.context_axis], f" in blocks of {block} tokens" * (block > 1)
+            if window % (2 * cp * block):
+                raise InputError(
+                    f"--window: found {window} over {self.context_axis}={cp}, wanted a multiple of {2 * cp * block}:"
+                    f" every device holds two chunks{of}"
+                )
         flat, tree = jax.tree.flatten(axes, is_leaf=lambda node: isinstance(node, tuple))
         for shape, names in zip(tree.flatten_up_to(shapes), flat, strict=True):
             for size, logical, mesh_axis in zip(shape, names, self.sharding(*names).spec, strict=True):

@@ -25,6 +25,7 @@ import jax_mla
 import jax_mla.linen
 import jax_mla.nnx
 from flax_examples import processes
+from flax_examples.data import InputError
 from flax_examples.mesh import Layout
 from flax_examples.packing import NOTHING, Rows
 
@@ -33,7 +34,8 @@ EPS = 1e-6
 # The logical axes of what is not MLA's, whose own its modules carry.
 EMBED, LOGITS, NORM = ("vocab", "embed"), ("embed", "vocab"), ("norm",)
 UP, DOWN = ("embed", "mlp"), ("mlp", "embed")
-HIDDEN = ("batch", None, None)  # activations between the layers: whole rows
+HIDDEN = ("batch", None, None)  # activations between the layers: whole rows,
+CONTEXT = ("batch", "tokens", None)  # or, where the layer has a context axis, parts of them
 normal = nn.initializers.normal(1.0)
 
 
@@ -48,21 +50,22 @@ def _spread(x, layout: Layout | None, axes=HIDDEN):
     return x if layout is None else layout.spread(x, *axes)
 
 
-def _look_up(table, tokens, dtype, layout: Layout | None):  # [V, M], [B, T] -> [B, T, M]
+def _look_up(table, tokens, dtype, layout: Layout | None, axes):  # [V, M], [B, T] -> [B, T, M]
     # The width of the table that FSDP has spread is gathered: left to itself, XLA gathers the batch instead.
     table = _spread(jnp.asarray(table, dtype), layout, ("vocab", None))
-    return _spread(jnp.take(table, tokens, axis=0), layout)
+    return _spread(jnp.take(table, tokens, axis=0), layout, axes)
 
 
 class LinenBlock(nn.Module):
     config: ModelConfig
     dtype: jnp.dtype
+    recipe: str | None
 
     @nn.compact
     def __call__(self, x, attend):  # [B, T, M] -> [B, T, M]; attend(the attention module, its input) -> its output
         M, F = self.config.attention.hidden_size, self.config.ffn_dim
         norms = {name: _linen_norm(self, name, M) for name in ("attention_norm", "ffn_norm")}
-        attention = jax_mla.linen.MLA(self.config.attention, dtype=self.dtype, name="attention")
+        attention = jax_mla.linen.MLA(self.config.attention, self.dtype, recipe=self.recipe, name="attention")
         x = x + attend(attention, jax_mla.rms_norm(x, norms["attention_norm"], EPS))
         h = jax_mla.rms_norm(x, norms["ffn_norm"], EPS)
         gate, up = (_linen_dense(F, self.dtype, UP, name)(h) for name in ("gate", "up"))
@@ -82,23 +85,24 @@ class LinenLM(nn.Module):
     config: ModelConfig
     dtype: jnp.dtype = jnp.float32  # what the blocks compute in; parameters and logits are float32
     layout: Layout | None = None  # how activations lie on several devices
+    recipe: str | None = None  # MLA's
 
-    def __call__(self, tokens, segment_ids=None):  # [B, T] int, the same or None -> [B, T, 256] float32
-        return self._run(tokens, lambda i, attention, x: attention(x, segment_ids=segment_ids))
+    def __call__(self, tokens, segment_ids=None, context_axis=None):  # [B, T] int, or None -> [B, T, 256] float32
+        return self._run(tokens, *_on_rows(segment_ids, context_axis))
 
     def extend(self, tokens, caches, fresh: bool):  # and a cache a layer -> logits of these tokens, caches with them
         attend, caches = _with_caches(caches, fresh)
-        return self._run(tokens, attend), caches
+        return self._run(tokens, attend, HIDDEN), caches
 
     @nn.compact
-    def _run(self, tokens, attend):
+    def _run(self, tokens, attend, axes):
         M = self.config.attention.hidden_size
         drawn = nn.with_logical_partitioning(normal, EMBED)
         table = nn.Embed(VOCABULARY, M, embedding_init=drawn, name="embed").embedding
-        x = _look_up(table, tokens, self.dtype, self.layout)
+        x = _look_up(table, tokens, self.dtype, self.layout, axes)
         for i in range(self.config.layers):
-            x = LinenBlock(self.config, self.dtype, name=f"block_{i}")(x, functools.partial(attend, i))
-            x = _spread(x, self.layout)
+            x = LinenBlock(self.config, self.dtype, self.recipe, name=f"block_{i}")(x, functools.partial(attend, i))
+            x = _spread(x, self.layout, axes)
         x = jax_mla.rms_norm(x, _linen_norm(self, "norm", M), EPS)
         return _linen_dense(VOCABULARY, jnp.float32, LOGITS, "logits")(x)
 
@@ -117,10 +121,10 @@ def _nnx_norm(features: int) -> nnx.Param:
 
 
 class NnxBlock(nnx.Module):
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, recipe: str | None, *, rngs: nnx.Rngs):
         M, F = config.attention.hidden_size, config.ffn_dim
         self.attention_norm, self.ffn_norm = _nnx_norm(M), _nnx_norm(M)
-        self.attention = jax_mla.nnx.MLA(config.attention, dtype=dtype, rngs=rngs)
+        self.attention = jax_mla.nnx.MLA(config.attention, dtype=dtype, recipe=recipe, rngs=rngs)
         self.gate, self.up = _nnx_linear(M, F, dtype, UP, rngs), _nnx_linear(M, F, dtype, UP, rngs)
         self.down = _nnx_linear(F, M, dtype, DOWN, rngs)
 
@@ -131,28 +135,37 @@ class NnxBlock(nnx.Module):
 
 
 class NnxLM(nnx.Module):
-    def __init__(self, config: ModelConfig, dtype=jnp.float32, layout: Layout | None = None, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype=jnp.float32, layout=None, recipe=None, *, rngs: nnx.Rngs):
         M = config.attention.hidden_size
         self.layers, self.dtype, self.layout = config.layers, dtype, layout
         axes = _metadata(EMBED)
         self.embed = nnx.Embed(VOCABULARY, M, embedding_init=normal, embedding_metadata=axes, rngs=rngs)
         for i in range(config.layers):  # attributes rather than a list, so that names are linen's
-            setattr(self, f"block_{i}", NnxBlock(config, dtype, rngs=rngs))
+            setattr(self, f"block_{i}", NnxBlock(config, dtype, recipe, rngs=rngs))
         self.norm = _nnx_norm(M)
         self.logits = _nnx_linear(M, VOCABULARY, jnp.float32, LOGITS, rngs)
 
-    def __call__(self, tokens, segment_ids=None):
-        return self._run(tokens, lambda i, attention, x: attention(x, segment_ids=segment_ids))
+    def __call__(self, tokens, segment_ids=None, context_axis=None):
+        return self._run(tokens, *_on_rows(segment_ids, context_axis))
 
     def extend(self, tokens, caches, fresh: bool):
         attend, caches = _with_caches(caches, fresh)
-        return self._run(tokens, attend), caches
+        return self._run(tokens, attend, HIDDEN), caches
 
-    def _run(self, tokens, attend):
-        x = _look_up(self.embed.embedding[...], tokens, self.dtype, self.layout)
+    def _run(self, tokens, attend, axes):
+        x = _look_up(self.embed.embedding[...], tokens, self.dtype, self.layout, axes)
         for i in range(self.layers):
-            x = _spread(getattr(self, f"block_{i}")(x, functools.partial(attend, i)), self.layout)
+            x = _spread(getattr(self, f"block_{i}")(x, functools.partial(attend, i)), self.layout, axes)
         return self.logits(jax_mla.rms_norm(x, self.norm[...], EPS))
+
+
+def _on_rows(segment_ids, context_axis: str | None):
+    """What a layer calls to attend, and how activations lie."""
+
+    def attend(i, attention, x):
+        return attention(x, segment_ids=segment_ids, context_axis=context_axis)
+
+    return attend, HIDDEN if context_axis is None else CONTEXT
 
 
 def _with_caches(caches: list[jax_mla.LatentCache], fresh: bool):
@@ -170,17 +183,19 @@ def _with_caches(caches: list[jax_mla.LatentCache], fresh: bool):
 class Model:
     """The model as pure functions of its parameters.
 
-    Called: params, tokens [B, T], segment_ids [B, T] or None (the default) -> logits. extend: params, tokens, caches,
-    fresh -> logits of these tokens, and the caches with them behind what they had, or alone if `fresh`.
+    Called: params, tokens [B, T], segment_ids [B, T] or None (the default), the axis of the mesh over which both are
+    spread in zig-zag order, or None (the default) -> logits. extend: params, tokens, caches, fresh -> logits of these
+    tokens, and the caches with them behind what they had, or alone if `fresh`.
     """
 
     config: ModelConfig
     apply: Callable[..., jax.Array]
     extend: Callable[..., tuple[jax.Array, list[jax_mla.LatentCache]]]
     dtype: str
+    layout: Layout | None
 
-    def __call__(self, params, tokens, segment_ids=None) -> jax.Array:
-        return self.apply(params, tokens, segment_ids)
+    def __call__(self, params, tokens, segment_ids=None, context_axis=None) -> jax.Array:
+        return self.apply(params, tokens, segment_ids, context_axis)
 
     def caches(self, batch: int, capacity: int) -> list[jax_mla.LatentCache]:
         """Empty, one a layer."""
@@ -200,44 +215,67 @@ def logical_axes(config: ModelConfig) -> dict:
     return jax.tree.map(tuple, specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
 
 
+def check_recipe(config: jax_mla.MLAConfig, recipe: str, window: int) -> None:
+    """InputError unless the layer's dims and the window are such that the recipe can be followed."""
+
+    def attend(x):
+        return jax_mla.mla(jax_mla.init(jax.random.key(0), config), x, config, recipe=recipe)
+
+    try:
+        jax.eval_shape(attend, jax.ShapeDtypeStruct((1, window, config.hidden_size), jnp.float32))
+    except ValueError as error:
+        raise InputError(f"--recipe: {error}") from error
+
+
 @functools.cache
-def linen_model(config: ModelConfig, dtype: str, layout: Layout | None = None) -> Model:
-    model = LinenLM(config, jnp.dtype(dtype), layout)
+def linen_model(config: ModelConfig, dtype: str, layout: Layout | None = None, recipe: str | None = None) -> Model:
+    model = LinenLM(config, jnp.dtype(dtype), layout, recipe)
 
     def run(params, *args, method=None):
         return model.apply({"params": params}, *args, method=method)
 
-    return Model(config, run, functools.partial(run, method="extend"), dtype)
+    return Model(config, run, functools.partial(run, method="extend"), dtype, layout)
 
 
 @functools.cache
-def nnx_model(config: ModelConfig, dtype: str, layout: Layout | None = None) -> Model:
+def nnx_model(config: ModelConfig, dtype: str, layout: Layout | None = None, recipe: str | None = None) -> Model:
     # Only the structure is made here, no arrays; `params` fills it at each call (that is: at each trace).
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: NnxLM(config, jnp.dtype(dtype), layout, rngs=nnx.Rngs(0))))
+    made = functools.partial(NnxLM, config, jnp.dtype(dtype), layout, recipe)
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: made(rngs=nnx.Rngs(0))))
 
     def filled(params) -> NnxLM:
         state = jax.tree.map(lambda leaf: leaf, abstract)
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graph, state)
 
-    return Model(config, lambda p, *args: filled(p)(*args), lambda p, *args: filled(p).extend(*args), dtype)
+    return Model(config, lambda p, *args: filled(p)(*args), lambda p, *args: filled(p).extend(*args), dtype, layout)
 
 
 MODULES = {"linen": linen_model, "nnx": nnx_model}
 
 
 def losses(apply: Model, params: dict, windows: jax.Array) -> jax.Array:
-    """Nats for each predicted byte of windows [B, T + 1] (all but a window's first, given those before it): [B, T]."""
-    logits = apply(params, windows[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+    """Nats for each predicted byte of windows [B, T + 1] (all but a window's first, given those before it): [B, T], in
+    the order in which the tokens lie on devices."""
+    (tokens, targets), axis = _as_they_lie(apply.layout, windows[:, :-1], windows[:, 1:])
+    return optax.softmax_cross_entropy_with_integer_labels(apply(params, tokens, None, axis), targets)
 
 
 def packed_loss(apply: Model, params: dict, rows: Rows) -> jax.Array:
     """Mean nats over all the bytes that the rows predict."""
-    logits = apply(params, rows.tokens, rows.segment_ids)
-    scored = rows.targets != NOTHING
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(scored, rows.targets, 0))
+    (tokens, targets, segment_ids), axis = _as_they_lie(apply.layout, *rows)
+    logits = apply(params, tokens, segment_ids, axis)
+    scored = targets != NOTHING
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(scored, targets, 0))
     return jnp.sum(jnp.where(scored, nats, 0)) / jnp.sum(scored)
+
+
+def _as_they_lie(layout: Layout | None, *arrays: jax.Array) -> tuple[list[jax.Array], str | None]:
+    """Arrays [B, T] in the order in which tokens lie on devices, one for all that is a token's, and the axis for the
+    layer."""
+    if layout is None:
+        return list(arrays), None
+    return [layout.zigzag(a) for a in arrays], layout.context_axis
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

@@ -15,9 +15,12 @@ from flax_examples.model import MODULES
 from flax_examples.presets import PRESETS, Preset
 
 # Options that are settings of the run: they are stored in its checkpoints, and --resume takes them from there.
-SETTINGS = ("preset", "module", "dtype", "seed", "steps", "batch", "window", "learning_rate", "pack", "pack_multiple")
+SETTINGS = ("preset", "module", "dtype", "recipe", "seed", "steps", "batch", "window", "learning_rate")
+SETTINGS += ("pack", "pack_multiple")
 # Options that each of several processes may be given another way: what it is, and where it finds the same files.
 OWN = ("process_id", "data", "out")
+
+BLOCK = 32  # values of an MXFP8 scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +30,15 @@ class Settings(Preset):
     preset: str = ""
     module: str = "linen"
     dtype: str = "float32"
+    recipe: str | None = None
     seed: int = 0
     pack: bool = False
     pack_multiple: int = 1
+
+    @property
+    def block(self) -> int:
+        """How many tokens are rounded together: neither devices nor sequences share them."""
+        return BLOCK if self.recipe == "mxfp8" else 1
 
     def to_json(self) -> dict:
         return json.loads(json.dumps(dataclasses.asdict(self)))  # what a JSON file gives back: lists, no tuples
@@ -62,6 +71,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--preset", choices=PRESETS, help="default: small")
     add("--module", choices=MODULES, help="which Flax API the model is written in; default: linen")
     add("--dtype", choices=("float32", "bfloat16"), help="what the blocks compute in; default: float32")
+    add("--recipe", choices=("mxfp8",), help="what MLA rounds its operands to; default: nothing")
     add("--seed", type=_integer(0, 2**31 - 1), help="of initial values, order of the data and sample; default: 0")
     for name in ("steps", "batch", "window"):
         add(f"--{name}", type=_integer(1, 2**31 - 1), help="default: the preset's")
@@ -198,6 +208,11 @@ def settle(options: argparse.Namespace, saved: dict | None) -> Settings:
         raise InputError(f"--pack-multiple: found {options.pack_multiple} without --pack, wanted both or neither")
     if settings.pack_multiple > settings.window:
         raise InputError(f"--pack-multiple: found {settings.pack_multiple}, wanted at most window = {settings.window}")
+    if settings.pack and settings.pack_multiple % settings.block:
+        raise InputError(
+            f"--pack-multiple: found {settings.pack_multiple} with --recipe {settings.recipe},"
+            f" wanted a multiple of {settings.block}"
+        )
     if saved is not None:  # the table of presets may have been edited since
         for name, value in _flatten(settings.to_json()).items():
             if value != (found := _flatten(saved).get(name)) and name != "about":

@@ -117,7 +117,9 @@ def run(asked) -> None:
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     sizes = ", ".join(f"{axis}={size}" for axis, size in compiled.layout.sizes.items())
     processes.tell(
-        f"{settings.preset}, {settings.module}, {settings.dtype}: {size:,} parameters on {report.device()}"
+        f"{settings.preset}, {settings.module}, {settings.dtype}"
+        + f", {settings.recipe}" * (settings.recipe is not None)
+        + f": {size:,} parameters on {report.device()}"
         + f", mesh {sizes}" * bool(sizes)
         + "\n"
         + "{train_bytes:,} bytes of text in {train_files} files, {heldout_bytes:,} more in {heldout_files} files held"

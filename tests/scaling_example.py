@@ -49,7 +49,7 @@ def step(compiler, card: str, plan: Plan):
     from flax_examples.model import ModelConfig
     from jax_mla import MLAConfig, compile_for
 
-    devices = np.reshape(compiler.devices(card, plan.gpus), [plan.axes[axis] for axis in mesh.AXES])
+    devices = np.reshape(compiler.devices(card, plan.gpus), [plan.axes.get(axis, 1) for axis in mesh.AXES])
     layout = mesh.Layout(Mesh(devices, tuple(mesh.AXES), axis_types=(AxisType.Auto,) * devices.ndim))
     settings = options.Settings(
         about="",

@@ -1,7 +1,7 @@
 """The example in several processes of this machine: its loss curve is one process's, its checkpoints anyone's.
 
-Each process gets CPU devices of its own, and they talk through gloo. Every run has a deadline; what is still alive then
-is killed, and its output shown.
+Each process gets CPU devices of its own, and they talk through gloo. They have a deadline; what is still alive then is
+killed, and its output shown.
 """
 
 import dataclasses
@@ -23,18 +23,20 @@ from flax_examples import checkpoint, loop, presets, train
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TINY = presets.PRESETS["tiny"]
-STEPS = 4  # that the runs are compared over
+SMALL = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, layers=1), eval_bytes=1024, steps=8)
+STEPS = 6  # that the runs are compared over
 BITS = 2e-4  # bits per byte: as in test_example_mesh.py
 DEADLINE = 120  # seconds; a run takes about 15 on 2 cores
-OPTIONS = ["--preset", "tiny", "--steps", "6", "--eval-every", "2", "--checkpoint-every", "10"]
-# The preset of one layer, every loss; and where it is told to, a process that is sent SIGTERM as it prepares a step.
+OPTIONS = ["--preset", "tiny", "--eval-every", "2", "--checkpoint-every", "10"]
+# Runs of one process, one after another, as far as it is concerned: what comes between is that the processes stay
+# together. The last one is sent SIGTERM as it prepares the batch of that number, if any, counted over all of them.
 CHILD = """
-import dataclasses, os, runpy, signal, sys
-from flax_examples import data, loop, presets
-interrupted = int(sys.argv[1])
+import dataclasses, json, os, runpy, signal, sys
+from flax_examples import data, loop, presets, processes, train
+interrupted, *runs = json.loads(sys.argv[1])
 tiny = presets.PRESETS["tiny"]
 small = dataclasses.replace(tiny.model, layers=1)
-presets.PRESETS["tiny"] = dataclasses.replace(tiny, model=small, eval_bytes=1024)
+presets.PRESETS["tiny"] = dataclasses.replace(tiny, model=small, eval_bytes=1024, steps=8)
 loop.LOG_EVERY = 1
 batch, calls = data.Windows.batch, []
 def interrupting(self, step, size):
@@ -43,7 +45,15 @@ def interrupting(self, step, size):
         os.kill(os.getpid(), signal.SIGTERM)
     return batch(self, step, size)
 data.Windows.batch = interrupting
-sys.argv[:2] = ["train"]
+leave = processes.leave
+for run in runs[:-1]:
+    processes.leave = lambda: None
+    status = train.main(run)
+    if status:
+        sys.exit(status)
+    processes.start = lambda asked: None
+processes.leave = leave
+sys.argv = ["train", *runs[-1]]
 runpy.run_module("flax_examples.train", run_name="__main__")
 """
 
@@ -51,8 +61,7 @@ runpy.run_module("flax_examples.train", run_name="__main__")
 @pytest.fixture(scope="module", autouse=True)
 def small_preset():
     with pytest.MonkeyPatch.context() as patch:
-        small = dataclasses.replace(TINY, model=dataclasses.replace(TINY.model, layers=1), eval_bytes=1024)
-        patch.setitem(presets.PRESETS, "tiny", small)
+        patch.setitem(presets.PRESETS, "tiny", SMALL)
         patch.setattr(loop, "LOG_EVERY", 1)
         yield
 
@@ -64,14 +73,6 @@ def text(tmp_path_factory):
     for name in ("calendar", "copy", "csv", "glob"):
         (folder / f"{name}.py").write_bytes((library / f"{name}.py").read_bytes())
     return folder
-
-
-@pytest.fixture(scope="module")
-def alone(text, tmp_path_factory):
-    """The folder of a run on one device of one process."""
-    out = tmp_path_factory.mktemp("alone")
-    assert train.main([*OPTIONS, "--data", str(text), "--out", str(out), "--stop-after", str(STEPS)]) == 0
-    return out
 
 
 def history(out):
@@ -99,8 +100,9 @@ def slurm(number, count, job):
     return {f"SLURM_{name}": str(value) for name, value in values.items()}
 
 
-def launch(count, out, *more, own=lambda number: [], interrupted=lambda number: 0, job=None):
-    """(exit status, stdout, stderr) of each of `count` processes; with the number of a job, as Slurm starts them."""
+def launch(count, *runs, own=lambda number: [], interrupted=lambda number: 0, job=None):
+    """(exit status, stdout, stderr) of each of `count` processes, which are given the options of these runs; with the
+    number of a job, as Slurm starts them."""
     address = ["--coordinator", f"localhost:{free_port()}", "--processes", count]
     # Compiled as fast as the tests themselves, but with the devices that the options ask for.
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
@@ -109,10 +111,10 @@ def launch(count, out, *more, own=lambda number: [], interrupted=lambda number: 
     deadline = time.monotonic() + DEADLINE
     for number in range(count):
         found = [*address, "--process-id", number] if job is None else ["--distributed"]
-        arguments = [*OPTIONS, "--out", out, *more, *found, *own(number)]
+        given = [[str(option) for option in (*OPTIONS, *run, *found, *own(number))] for run in runs]
         running.append(
             subprocess.Popen(
-                [sys.executable, "-c", CHILD, *map(str, [interrupted(number), *arguments])],
+                [sys.executable, "-c", CHILD, json.dumps([interrupted(number), *given])],
                 env=environment | ({} if job is None else slurm(number, count, job)),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -142,42 +144,36 @@ def own_lines(text):
     return [line for line in text.splitlines() if re.match(r"error|stopped|interrupted|step +\d|tiny, ", line)]
 
 
-def test_two_processes_have_one_devices_curve_and_their_checkpoint_goes_on_alone(alone, text, tmp_path, capfd):
-    """Two devices each, heads spread within a process, the batch over both; to the end of the run on one device."""
-    mesh = ["--cpu-devices", 2, "--mesh", "dp=2,tp=2", "--data", text]
-    results = launch(2, tmp_path, *mesh, "--stop-after", STEPS)
-    assert [code for code, _, _ in results] == [0, 0], shown(results)
-    assert any("4 x cpu (cpu) in 2 processes, mesh dp=2, tp=2" in line for line in own_lines(results[0][1]))
-    assert own_lines(results[0][2])[-1].startswith(f"stopped at step {STEPS} of 6, saved")
+def test_two_processes_have_one_devices_curve_and_their_checkpoint_goes_on_alone(text, tmp_path):
+    """Two devices each, heads spread within a process. First rows of parameters and the batch are over both; then the
+    tokens of every row are, until the last process is interrupted at the batch it makes fourth: at the fourth step, as
+    it makes its own part alone. At last on one device, which also ran it all."""
+    common = ["--cpu-devices", 2, "--data", text, "--out", tmp_path / "out"]
+    first = [*common, "--mesh", "fsdp=2,tp=2", "--stop-after", 2]
+    second = [*common, "--mesh", "cp=2,tp=2", "--resume"]
+    results = launch(2, first, second, interrupted=lambda number: 4 if number == 1 else 0)
+    assert [code for code, _, _ in results] == [128 + signal.SIGTERM] * 2, shown(results)
+    for sizes in ("fsdp=2, tp=2", "cp=2, tp=2"):
+        assert any(f"4 x cpu (cpu) in 2 processes, mesh {sizes}" in line for line in own_lines(results[0][1])), sizes
+    stopped, interrupted = own_lines(results[0][2])
+    assert stopped.startswith("stopped at step 2 of 8, saved")
+    assert interrupted.startswith("interrupted (SIGTERM) at step 4 of 8, saved")
     assert not own_lines(results[1][1]) and not own_lines(results[1][2]), shown(results)
-    assert_same_curve(history(tmp_path), history(alone))
-    assert train.main(["--resume", "--out", str(tmp_path), "--sample-bytes", "16"]) == 0
-    assert train.main(["--resume", "--out", str(alone), "--sample-bytes", "16"]) == 0
-    capfd.readouterr()
-    ends = [json.loads((out / "run.json").read_text())["bits_per_byte"]["after"] for out in (tmp_path, alone)]
-    assert ends[0] == pytest.approx(ends[1], abs=BITS)
-
-
-def test_four_processes_end_together_at_one_ones_signal(text, tmp_path, alone):
-    """One device each, and rows of the parameters. Only the last process is interrupted, at the batch it makes fourth:
-    at the fourth step, since it makes no other process's."""
-    interrupted = lambda number: STEPS if number == 3 else 0  # noqa: E731
-    results = launch(4, tmp_path, "--cpu-devices", 1, "--mesh", "dp=2,fsdp=2", "--data", text, interrupted=interrupted)
-    assert [code for code, _, _ in results] == [128 + signal.SIGTERM] * 4, shown(results)
-    assert own_lines(results[0][2])[-1].startswith(f"interrupted (SIGTERM) at step {STEPS} of 6, saved"), shown(results)
-    assert not any(own_lines(out) or own_lines(err) for _, out, err in results[1:]), shown(results)
-    found, wanted = history(tmp_path), history(alone)
-    wanted = {"loss": wanted["loss"][:STEPS], "evals": [e for e in wanted["evals"] if e["step"] <= STEPS]}
-    assert_same_curve(found, wanted)
-    assert not (tmp_path / "run.json").exists()
+    assert not (tmp_path / "out" / "run.json").exists()
+    # Written by two, one process reads it.
+    alone = [*OPTIONS, "--data", str(text), "--stop-after", str(STEPS), "--out"]
+    assert train.main([*alone, str(tmp_path / "alone")]) == 0
+    assert train.main([*alone, str(tmp_path / "out"), "--resume"]) == 0
+    assert_same_curve(*(history(tmp_path / out) for out in ("out", "alone")))
 
 
 def test_what_one_process_lacks_is_said_once_and_ends_all(text, tmp_path):
-    """Started as by Slurm, which says what --distributed needs to know."""
+    """Four, started as by Slurm, which says what --distributed needs to know."""
     out = tmp_path / "out"
-    own = lambda number: ["--data", "nowhere" if number == 1 else text]  # noqa: E731
-    results = launch(2, out, "--cpu-devices", 1, own=own, job=free_port())
-    assert [code for code, _, _ in results] == [2, 2], shown(results)
-    wanted = "error: process 1: --data: found nothing at nowhere, wanted a folder or a file"
-    assert own_lines(results[0][2]) == [wanted] and not own_lines(results[1][2]), shown(results)
+    own = lambda number: ["--data", "nowhere" if number == 2 else text]  # noqa: E731
+    results = launch(4, ["--cpu-devices", 1, "--out", out], own=own, job=free_port())
+    assert [code for code, _, _ in results] == [2] * 4, shown(results)
+    wanted = "error: process 2: --data: found nothing at nowhere, wanted a folder or a file"
+    said = [own_lines(err) for _, _, err in results]
+    assert said == [[wanted], [], [], []], shown(results)
     assert not out.exists()
