@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_mla import (
     attention_cudnn,
     attention_mxfp8,
+    attention_rows,
     attention_triton,
     blockwise,
     checks,
@@ -73,21 +74,24 @@ def attention(
     Logits, softmax and sums are float32 (float64 for float64 q). Saved: q, k, v (of tensors the codes read), o and lse;
     the backward pass recomputes the probabilities block by block (FlashAttention-2, arXiv:2307.08691).
 
-    implementation: on an NVIDIA GPU None is, for bfloat16 and float16, "cudnn", or "triton" for packed sequences and
-    largest logits; both round probabilities to the dtype of q. Where one packed sequence holds NaN, its neighbours may
-    get some with these, not with "xla".
+    implementation: on an NVIDIA GPU None is, for bfloat16 and float16, "cudnn", or "triton" for packed sequences,
+    largest logits and the backward pass of rows of 128 to 1,024 tokens (2,048 where not causal); both round
+    probabilities to the dtype of q. Rows that packed sequences of one length fill are a batch to these two (by
+    `cu_seqlens`; where only the running program knows them, of at least 128 tokens). Where one packed sequence holds
+    NaN, its neighbours may get some with these, not with "xla".
 
     Raises ValueError or TypeError naming the argument; NotImplementedError if no implementation fits.
     """
     # numpy's float64 is float32 to JAX out of x64 mode.
     q, k, v = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (q, k, v))
-    sequences = None
+    sequences, alike = None, False
     quantized = isinstance(q, Coded)
     if cu_seqlens is not None:
         if quantized:
             segments.check_starts("cu_seqlens", cu_seqlens, BLOCK)
         segment_ids = _packed_ids(q, k, cu_seqlens, segment_ids, kv_segment_ids)
         sequences = cu_seqlens.shape[-1] - 1
+        alike = attention_rows.alike(cu_seqlens, segment_ids.shape[-1])
         one_row = segment_ids.ndim == 1
         if one_row:
             checks.dims("v", operands.shaped(v), "S H V")
@@ -123,6 +127,7 @@ def attention(
         own_order=kv_segment_ids is not None and last_key is None,
         ordered=last_key is not None,
         sequences=sequences,
+        alike=alike,
         lse=return_lse,
         max_logit=return_max_logit,
         dtype=jnp.dtype(operands.products(q.dtype) if quantized else q.dtype),
@@ -190,6 +195,7 @@ class Static:
     own_order: bool  # causal is counted within each segment, whose queries and keys lie at different indices
     ordered: bool  # every query says which key is the last that it sees
     sequences: int | None  # at most so many in a row, one after another, padding last; None where that is not known
+    alike: bool | None  # these are of one length, and fill the rows; None if only the running program knows
     lse: bool  # is returned, and may have a gradient
     max_logit: bool  # is returned
     dtype: jnp.dtype  # what is multiplied in
@@ -206,7 +212,10 @@ IMPLEMENTATIONS = {
     ),
     "xla": dispatch.Implementation(forward=blockwise.forward, backward=blockwise.backward),
 }
-_PACKED = ("triton", "cudnn", "xla")  # the order for packed sequences: docs/performance.md has the times
+# The order for packed sequences, and that of the backward pass of rows of so many tokens, causal or not, for which
+# cuDNN's is slower: docs/performance.md has the times.
+_PACKED = ("triton", "cudnn", "xla")
+_SHORT = {True: range(128, 1025), False: range(128, 2049)}
 
 # Sequences are whole on every device, but for queries that say what they see: context parallelism.
 _FORWARD = "b T h D, b S h D, b S h V, b T, b S -> b T h V, b T h, b T h"
@@ -228,18 +237,25 @@ def _run(direction: str, static: Static, dtype, last_key, q, k, v, *arrays):
     if direction == "forward" and attention_mxfp8.supports(static, q, k, v, arrays[0]) is None:
         return attention_mxfp8.forward(static, q, k, v)
     q, k, v = (operands.read(x, dtype, usage) for x, usage in zip((q, k, v), _READ, strict=True))
-    chosen = _choose(static, q, k, v, *arrays[:2])
+    chosen = _choose(direction, static, q, k, v, *arrays[:2])
     function = functools.partial(getattr(chosen, direction), static)
+    if chosen.opaque and static.alike is not False:
+        count = static.sequences
+        rows = (jax.ShapeDtypeStruct(attention_rows.cut(x.shape, count), x.dtype) for x in (q, k, v))
+        batch = getattr(_choose(direction, static, *rows, None, None), direction)
+        batch = attention_rows.as_batch(functools.partial(batch, static), count)
+        function = batch if static.alike else attention_rows.where_alike(batch, function, count, 3 + len(arrays))
     arrays = (q, k, v, *arrays, *((last_key,) if static.ordered else ()))
     # Left to itself XLA would gather queries for the loop over their blocks.
     opaque = chosen.opaque or static.ordered
     return sharding.local("attention", _RULES[direction, static.ordered], function, *arrays, opaque=opaque)
 
 
-def _choose(static: Static, q, k, v, q_ids, k_ids) -> dispatch.Implementation:
+def _choose(direction: str, static: Static, q, k, v, q_ids, k_ids) -> dispatch.Implementation:
     choice = static.implementation
-    if choice is None and q_ids is not None:
-        choice = _PACKED
+    if choice is None:
+        short = direction == "backward" and max(q.shape[1], k.shape[1]) in _SHORT[bool(static.causal)]
+        choice = _PACKED if q_ids is not None or short else None
     return dispatch.choose("attention", IMPLEMENTATIONS, choice, static, q, k, v, q_ids, k_ids)
 
 
@@ -249,7 +265,7 @@ def _check_backward(static: Static, *arrays) -> None:
         return
     *qkv, q_ids, k_ids = arrays
     try:
-        _choose(static, *(jax.ShapeDtypeStruct(x.shape, static.grad_dtype) for x in qkv), q_ids, k_ids)
+        _choose("backward", static, *(jax.ShapeDtypeStruct(x.shape, static.grad_dtype) for x in qkv), q_ids, k_ids)
     except NotImplementedError as error:
         raise NotImplementedError(f"{error} (of the backward pass, by grad_dtype={static.grad_dtype})") from None
 

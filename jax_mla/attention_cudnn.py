@@ -2,8 +2,7 @@
 
 - Packed sequences: tokens are put in the order of their segments, where they do not lie so already, and cuDNN is given
   a fixed number of slots, each one segment's first token and length; a loop goes on until every segment had its slot.
-  Values are padded to the width of keys for that. Where `cu_seqlens` turn out, as the program runs, to cut all rows
-  into sequences of one length, these are a batch, and none of that is done.
+  Values are padded to the width of keys for that.
 - The gradient of lse: cuDNN computes rowsum(do * o) itself and knows no more. Where lse was returned, v gets columns of
   zeros, o such of ones and do such of -dlse: the sum is rowsum(do * o) - dlse, and do v^T stays what it was.
 """
@@ -94,22 +93,14 @@ def _flat(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 @launches.batched("data", "data", "data")
 def _forward(static, q, k, v):
-    return _dense_forward(static, q, k, v)
-
-
-@launches.batched(*["data"] * 7)
-def _backward(static, *arrays):
-    return _dense_backward(static, *arrays)
-
-
-def _dense_forward(static, q, k, v):
     lead, width = q.shape[:-1], v.shape[-1]
     qk, value = cudnn_attention.widths(q.shape[-1], width)
     o, lse = cudnn_attention.forward(*_flat(*_pad(qk, q, k), *_pad(value, v)), **_settings(static))
     return o[..., :width].reshape(*lead, width), jnp.swapaxes(lse, 1, 2).reshape(lead)
 
 
-def _dense_backward(static, q, k, v, o, lse, do, dlse):
+@launches.batched(*["data"] * 7)
+def _backward(static, q, k, v, o, lse, do, dlse):
     shapes, lse = [x.shape for x in (q, k, v)], jnp.swapaxes(launches.flat(lse, 2), 1, 2)
     q, k, v, o, do = _flat(*_widened(static, q, k, v, o, do, dlse))
     gradients = cudnn_attention.backward(q, k, v, o, lse, do, **_settings(static))
@@ -215,32 +206,8 @@ def _in_parts(function):
     return run
 
 
-def _or_a_batch(dense):
-    """`function(static, *arrays, ids)` of packed rows, or `dense(static, *arrays)` of the same tokens as a batch."""
-
-    def decorate(function):
-        @functools.wraps(function)
-        def run(static, *arrays):
-            *arrays, ids = arrays
-            (rows, length), count = ids.shape, static.sequences
-            if not count or length % count or length // count < 2:
-                return function(static, *arrays, ids)
-
-            def batch(*arrays):
-                cut = dense(static, *(x.reshape(rows * count, length // count, *x.shape[2:]) for x in arrays))
-                return tuple(x.reshape(rows, length, *x.shape[2:]) for x in cut)
-
-            alike = jnp.all(ids == 1 + jnp.arange(length, dtype=ids.dtype) // (length // count))
-            return jax.lax.cond(alike, batch, lambda *arrays: function(static, *arrays, ids), *arrays)
-
-        return run
-
-    return decorate
-
-
 @launches.batched(*["data"] * 4)
 @_in_parts
-@_or_a_batch(_dense_forward)
 def _forward_packed(static, q, k, v, ids):
     plan, (_, length, heads, width) = _Plan.of(static, ids), v.shape
     wide, _ = cudnn_attention.widths(q.shape[-1], width, packed=True)
@@ -259,7 +226,6 @@ def _forward_packed(static, q, k, v, ids):
 
 @launches.batched(*["data"] * 8)
 @_in_parts
-@_or_a_batch(_dense_backward)
 def _backward_packed(static, q, k, v, o, lse, do, dlse, ids):
     plan, (rows, length, heads, _) = _Plan.of(static, ids), q.shape
     given = [x.shape[-1] for x in (q, k, v)]

@@ -2,7 +2,7 @@
 
 Packed, a block of queries or keys is told, from ids, what it has to read (`bounds`): a row of many sequences takes
 about the time of its sequences, and no array of heads is sorted, padded or copied. So it is where every query has its
-own last key (`bounds_by_last_key`; not run on a GPU).
+own last key (`bounds_by_last_key`).
 """
 
 import jax
@@ -56,7 +56,8 @@ def _shape(static, packed: bool, q, k, v):
     (batch, length, heads, width), keys = q.shape, k.shape[1]
     offset = keys - length if static.causal == "bottom_right" else 0
     sizes = (batch, length, keys, heads, width, v.shape[3])
-    return Shape(*sizes, static.scale, bool(static.causal), offset, packed, static.ordered)
+    known = packed and _known_runs(static)
+    return Shape(*sizes, static.scale, bool(static.causal), offset, packed, static.ordered, known)
 
 
 def _flat(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -64,32 +65,54 @@ def _flat(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(launches.flat(x, 3) for x in arrays)
 
 
-def _of_ids(ids: jax.Array, alone: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of every token of rows of ids [B, T]: where the first of its id is, one past the last, and how many there are.
-    alone: an id's tokens are known to be one after another."""
+def _known_runs(static) -> bool:
+    """Whether an id's tokens are known to be one after another, with no padding in between."""
+    return static.sequences is not None and not static.ordered
+
+
+def _runs_of(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of every token of rows of ids [B, T]: where its run of that id begins, and one past its end."""
     axis, index = 1, jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1)
-    order = index
-    if not alone:
-        order = jnp.argsort(ids, axis=axis, stable=True).astype(jnp.int32)
-        ids = jnp.take_along_axis(ids, order, axis=axis)
     differs = ids[:, 1:] != ids[:, :-1]
     edge = jnp.ones_like(ids[:, :1], bool)
     begins, ends = (jnp.concatenate(pair, axis=axis) for pair in ((edge, differs), (differs, edge)))
     begin = jax.lax.cummax(jnp.where(begins, index, 0), axis=axis)
     end = jax.lax.cummin(jnp.where(ends, index, ids.shape[1]), axis=axis, reverse=True)
-    found = begin, end + 1, end + 1 - begin
-    if alone:
-        return found
+    return begin, end + 1
+
+
+def runs(ids: jax.Array) -> jax.Array:
+    """What `kernels.attention.Shape` wants of packed rows of ids [B, T] whose tokens lie together: int32 [B, 2 T]."""
+    begin, end = _runs_of(ids)
+    return jnp.concatenate([jnp.where(ids != 0, begin, ids.shape[1]), jnp.where(ids != 0, end, 0)], axis=1)
+
+
+def _of_ids(ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of every token of rows of ids [B, T]: where the first of its id is, one past the last, and how many there are."""
+    axis = 1
+    order = jnp.argsort(ids, axis=axis, stable=True).astype(jnp.int32)
+    begin, end = _runs_of(jnp.take_along_axis(ids, order, axis=axis))
     rows = jnp.arange(ids.shape[0])[:, None]
-    found = jnp.take_along_axis(order, begin, axis), jnp.take_along_axis(order, end, axis) + 1, found[2]
+    last = jnp.take_along_axis(order, end - 1, axis)
+    found = jnp.take_along_axis(order, begin, axis), last + 1, end - begin
     return tuple(jnp.zeros_like(f).at[rows, order].set(f) for f in found)
 
 
-def bounds(ids: jax.Array, own: int, other: int, causal: bool, of_queries: bool, alone: bool = False) -> jax.Array:
+def bounds(ids: jax.Array, own: int, other: int, causal: bool, of_queries: bool) -> jax.Array:
     """What `kernels.attention.Shape` wants of packed rows of ids [B, T]: int32 [B, blocks, 5], of blocks of `own`
     queries, or keys, that read `other` keys, or queries, at a time."""
-    length = ids.shape[1]
-    start, stop, one = _reach(ids, length, own, *_of_ids(ids, alone))
+    return _bounds(ids != 0, *_of_ids(ids), own, other, causal, of_queries)
+
+
+def bounds_of_runs(rows: jax.Array, own: int, other: int, causal: bool, of_queries: bool) -> jax.Array:
+    """As `bounds`, of what `runs` gives."""
+    begin, end = jnp.split(rows, 2, axis=1)
+    return _bounds(end > 0, begin, end, end - begin, own, other, causal, of_queries)
+
+
+def _bounds(live, first, last, count, own: int, other: int, causal: bool, of_queries: bool) -> jax.Array:
+    length = live.shape[1]
+    start, stop, one = _reach(live, length, own, first, last, count)
     first, begin, end, high = start, start, stop, stop
     if causal:
         at = own * jnp.arange(-(-length // own), dtype=jnp.int32)
@@ -115,7 +138,7 @@ def bounds_by_last_key(
         one, live = jnp.ones_like(first), jnp.ones_like(last, bool)
     else:
         ids, among = (q_ids, k_ids) if of_queries else (k_ids, q_ids)
-        first, high, one = _reach(ids, others, own, *_among(ids, among))
+        first, high, one = _reach(ids != 0, others, own, *_among(ids, among))
         begin, end, live = first, high, q_ids != 0
     if of_queries:
         high = jnp.minimum(high, jnp.max(_blocks(jnp.where(live, last, -1), own, -1), axis=2) + 1)
@@ -137,10 +160,10 @@ def _blocks(x: jax.Array, size: int, fill) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, blocks * size - length)), constant_values=fill).reshape(-1, blocks, size)
 
 
-def _reach(ids: jax.Array, others: int, own: int, first, last, count) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of blocks of tokens with ids: where, among so many others, what their ids are given to begins, and ends; whether
-    a block has one id, and all in between has it too. first, last, count: as `_of_ids`, of every token."""
-    live = ids != 0
+def _reach(live: jax.Array, others: int, own: int, first, last, count) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of blocks of tokens that are `live`, or padding: where, among so many others, what their ids are given to begins,
+    and ends; whether a block has one id, and all in between has it too. first, last, count: as `_of_ids`, of every
+    token."""
 
     def least(x):
         return jnp.min(_blocks(jnp.where(live, x, others), own, others), axis=2)
@@ -189,7 +212,7 @@ def _packing(static, shape, op: str, q, rows) -> tuple[jax.Array, jax.Array]:
     tile = tile_of(op, shape, triton.compute_capability())
     own, other = (tile.keys, tile.queries) if op == "dkv" else (tile.queries, tile.keys)
     if not static.ordered:
-        return rows, bounds(rows, own, other, shape.causal, op != "dkv", static.sequences is not None)
+        return rows, (bounds_of_runs if shape.runs else bounds)(rows, own, other, shape.causal, op != "dkv")
     k_ids, q_ids, last = jnp.split(rows, (shape.keys, shape.keys + shape.queries), axis=1)
     q_ids, k_ids = (q_ids, k_ids) if shape.packed else (None, None)
     return rows, bounds_by_last_key(q_ids, k_ids, last, shape.keys, own, other, op != "dkv")
@@ -198,7 +221,7 @@ def _packing(static, shape, op: str, q, rows) -> tuple[jax.Array, jax.Array]:
 def _rows(static, q, k, q_ids, k_ids, last) -> tuple[jax.Array, ...]:
     """What is packed, as the kernels read it: (), or one array."""
     if not static.ordered:
-        return () if q_ids is None else (q_ids,)
+        return () if q_ids is None else (runs(q_ids) if _known_runs(static) else q_ids,)
     if q_ids is None:
         k_ids, q_ids = jnp.zeros(k.shape[:2], jnp.int32), jnp.zeros(q.shape[:2], jnp.int32)
     return (jnp.concatenate([a.astype(jnp.int32) for a in (k_ids, q_ids, last)], axis=1),)
@@ -256,7 +279,7 @@ def _launch_backward(static, packed, q, k, v, o, lse, do, dlse, rows):
     lse, dlse = launches.flat(lse, 2), launches.flat(dlse, 2)
     shape, dtype, arch = _shape(static, packed, q, k, v), q.dtype.name, triton.compute_capability()
     packing = _packing(static, shape, "dq", q, rows)
-    dq, rest = triton.call(kernels.dq(shape, dtype, arch), q, k, v, o, do, lse, dlse, *packing)
+    dq, *of_queries = triton.call(kernels.dq(shape, dtype, arch), q, k, v, o, do, lse, dlse, *packing)
     packing = _packing(static, shape, "dkv", q, rows)
-    dk, dv = triton.call(kernels.dkv(shape, dtype, arch), q, k, v, do, lse, rest, *packing)
+    dk, dv = triton.call(kernels.dkv(shape, dtype, arch), q, k, v, do, *of_queries, *packing)
     return tuple(x.reshape(s) for x, s in zip((dq, dk, dv), given, strict=True))

@@ -192,14 +192,6 @@ SCATTERED[0] = np.repeat([0, 7, 7, 3, -1, 7, 0, 9], 3)
 SCATTERED[2] = np.arange(24)
 
 
-def test_sequences_of_one_length_are_a_batch(played):
-    """Told as the program runs: the same one has both."""
-    args, passes = arguments(), {n: functools.partial(both_passes, implementation=n) for n in ("cudnn", "xla")}
-    run = jax.jit(lambda at, *args: [f(*args, cu_seqlens=at) for f in passes.values()])
-    for last in (24, 23):
-        assert_close(*run(jnp.array([[0, 8, 16, 24], [0, 8, 16, last]]), *args), 1e-5)
-
-
 @pytest.mark.parametrize("how, lse", [("cu_seqlens", False), ("segment_ids", True)])
 def test_packed_sequences(played, how, lse):
     """More of them than a launch has slots; NaN in padding reaches nothing."""
@@ -275,7 +267,10 @@ def test_both_passes_are_one_call_each():
         return {name: found[name] for name in (*BOTH, "while")}
 
     assert packed(10, 10, 64) == BOTH | {"while": 0}
-    assert packed(10, 64) == {name: 2 for name in BOTH} | {"while": 0}, "or a batch of two"
+    assert packed(10, 64) == packed(32, 64) == BOTH | {"while": 0}, "known to be a batch, or to be none"
+    at = jax.ShapeDtypeStruct((3,), jnp.int32)
+    found = lowered(lambda at, *a: program(cu_seqlens=at)(*a), at, *(array(*x.shape[1:]) for x in heads(T=512, S=512)))
+    assert {name: found[name] for name in BOTH} == {name: 2 for name in BOTH}, "or a batch of two"
 
 
 def test_compiled_for_an_h200_it_copies_nothing(monkeypatch):

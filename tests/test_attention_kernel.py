@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="needs torch (extra `golden`): kerne
 from torch_launch import GPU, run, to_numpy, to_torch  # noqa: E402  (before triton: it chooses the interpreter)
 
 pytest.importorskip("triton", reason="needs triton (extra `test`)")
-from jax_mla.attention_triton import bounds, bounds_by_last_key  # noqa: E402
+from jax_mla.attention_triton import bounds, bounds_by_last_key, bounds_of_runs, runs  # noqa: E402
 from kernels import attention, attention_backward, blocks  # noqa: E402
 
 pytestmark = [pytest.mark.golden, *([pytest.mark.gpu] if GPU else [])]
@@ -25,7 +25,7 @@ def small_blocks(monkeypatch):
     """So that there are many of them, and last ones that stick out; queries and keys in blocks of other sizes."""
     if not GPU:
         for op, tile in (("forward", (32, 16)), ("dq", (32, 16)), ("dkv", (16, 32))):
-            for name in (f"attention {op}", f"attention {op}, packed"):
+            for name in (f"attention {op}", f"attention {op}, short", f"attention {op}, packed"):
                 monkeypatch.setitem(blocks.TABLES[90], name, ((blocks.ANY, blocks.Tile(*tile, 4, 1)),))
 
 
@@ -55,7 +55,7 @@ def every_kernel(shape, q, k, v, do, dlse, ids=None, dtype=None, ordered=None):
         tile = attention.tile_of(op, shape, None)
         sizes = (tile.keys, tile.queries) if op == "dkv" else (tile.queries, tile.keys)
         if ordered is None:
-            table = bounds(ids, *sizes, shape.causal, op != "dkv")
+            table = (bounds_of_runs if shape.runs else bounds)(ids, *sizes, shape.causal, op != "dkv")
         else:
             table = bounds_by_last_key(*ordered, shape.keys, *sizes, op != "dkv")
             q_ids, k_ids, last = ordered
@@ -64,8 +64,8 @@ def every_kernel(shape, q, k, v, do, dlse, ids=None, dtype=None, ordered=None):
         return (torch.from_numpy(np.array(a, np.int32)).to(q.device) for a in (ids, table))
 
     o, lse, largest = run(attention.forward(shape, dtype), q, k, v, *packing("forward"))
-    dq, rest = run(attention_backward.dq(shape, dtype), q, k, v, o, do, lse, dlse, *packing("dq"))
-    return o, lse, largest, dq, *run(attention_backward.dkv(shape, dtype), q, k, v, do, lse, rest, *packing("dkv"))
+    dq, *of_queries = run(attention_backward.dq(shape, dtype), q, k, v, o, do, lse, dlse, *packing("dq"))
+    return o, lse, largest, dq, *run(attention_backward.dkv(shape, dtype), q, k, v, do, *of_queries, *packing("dkv"))
 
 
 def agree(found, wanted, dtype, slack=1):
@@ -123,6 +123,27 @@ def test_packed_sequences(causal):
     shape = attention.Shape(3, length, length, arrays[0].shape[2], 96, 64, 0.2, causal, packed=True)
     # Rows of padding are what they are without a key: 0, or -inf.
     agree(every_kernel(shape, *given, ids, dtype=dtype), wanted, dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_that_lie_together(causal):
+    """By where they begin and end: sequences of one token, of a block, of parts of many; NaN in the padding, which is
+    last."""
+    rng, length, dtype = np.random.default_rng(2), 110, DTYPES[0]
+    ends = np.array([[3, 32, 33, 96, 101], [32, 64, 110, 110, 110]])
+    ids = np.array([np.searchsorted(row, np.arange(length), side="right") + 1 for row in ends], np.int32)
+    ids[0, 101:] = 0
+    arrays = draw(rng, length, length, 96, 64)
+    seen = (ids[:, :, None] == ids[:, None]) & (ids != 0)[:, None]
+    if causal:
+        seen = seen & np.tril(np.ones((length, length), bool))
+    arrays = [to_numpy(to_torch(a, dtype)).astype(float) for a in arrays]
+    wanted = reference(*(np.where((ids != 0)[..., *[None] * (a.ndim - 2)], a, 0) for a in arrays), 0.2, seen)
+    for array in arrays:
+        array[ids == 0] = np.nan
+    given = [to_torch(a, dtype) for a in arrays[:4]] + [to_torch(arrays[4])]
+    shape = attention.Shape(2, length, length, arrays[0].shape[2], 96, 64, 0.2, causal, packed=True, runs=True)
+    agree(every_kernel(shape, *given, np.asarray(runs(ids)), dtype=dtype), wanted, dtype)
 
 
 def last_keys(rng, queries, keys):
@@ -210,6 +231,7 @@ def test_what_no_kernel_takes():
         (dict(width=512), "width, value: found .512, 64., wanted 64 to 256"),
         (dict(queries=16, packed=True), "queries, keys: found .16, 32., wanted as many, where packed"),
         (dict(causal=False, ordered=True), "causal, offset: found .False, 0., wanted True and 0, where ordered"),
+        (dict(runs=True), "packed, ordered: found .False, False., wanted True and False, of runs"),
     ):
         with pytest.raises(ValueError, match=message):
             attention.forward(shape._replace(**changed), "bfloat16")
@@ -240,7 +262,7 @@ def test_bounds(causal):
                 assert 0 not in ids[row, asked] and mine[:, begin:end].all() and end <= max(high, begin)
                 inner += end - begin
     assert inner > 0  # there is something that needs no mask
-    alone = ids[[2, 3, 4]]
+    together = ids[[2, 3, 4]]
     for size, of_queries in itertools.product((16, 64), (True, False)):
-        known = bounds(alone, size, 16, causal, of_queries, alone=True)
-        assert np.array_equal(known, bounds(alone, size, 16, causal, of_queries))
+        known = bounds_of_runs(runs(together), size, 16, causal, of_queries)
+        assert np.array_equal(known, bounds(together, size, 16, causal, of_queries))
