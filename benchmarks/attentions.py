@@ -88,6 +88,12 @@ def _draw(i: Inputs, batch: int, length: int) -> tuple:
     return tuple(i.draw(batch, length, i.heads, width) for width in (wide, wide, narrow, narrow))
 
 
+def _choices() -> dict[str, str | None]:
+    """Our implementations by name, and, where there are kernels, what None takes for each pass."""
+    named = {name: name for name in names("attention")}
+    return {"best": None} | named if len(named) > 1 else named
+
+
 def _pairs(batch: int, length: int) -> int:
     """Queries and keys that see each other, in one head."""
     return batch * length * (length + 1) // 2
@@ -123,7 +129,7 @@ def _cases(arrays: tuple, dtype, variant: str | None = None, boundaries=None) ->
 
         return function, run
 
-    functions = {name: both(ours(name)) for name in names("attention")}
+    functions = {name: both(ours(choice)) for name, choice in _choices().items()}
     functions |= {name: both(function) for name, function in peers.attentions(dtype).items()}
     exact = tuple(wide(function) for function in both(peers.attention_exact))
     return _passes(functions, exact, given, do, pairs, variant)
