@@ -79,6 +79,14 @@ def _xla_quantize(static: Static, x: jax.Array, scale: jax.Array) -> tuple[jax.A
     return tuple(codes if usage == "rowwise" else transposed(codes, static.token_axis) for usage in static.usages)
 
 
+def _xla_entries(static: Static, batch: tuple[int, ...], x, scale) -> tuple[jax.Array, ...]:
+    """`_xla_quantize` of entries that have a scale each."""
+    run = functools.partial(_xla_quantize, static)
+    for _ in batch:
+        run = jax.vmap(run)
+    return run(x, scale)
+
+
 @launches.batched("data", "data")
 def _triton_quantize(static: Static, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, ...]:
     """scale [..., 1]: with the dims that vmap has put in front of x's."""
@@ -89,13 +97,19 @@ def _triton_quantize(static: Static, x: jax.Array, scale: jax.Array) -> tuple[ja
     rows, columns = x.shape[len(batch) : split], x.shape[split:]
     shapes = {"rowwise": x.shape, "columnwise": (*batch, *columns, *rows)}
     dtype = fp8_bits.CODES[static.format]
-    if x.size == 0:
-        return tuple(jnp.zeros(shapes[usage], dtype) for usage in static.usages)
+    if x.size == 0 or (static.usage != "rowwise" and kernels.supports(math.prod(rows)) is not None):
+        return _xla_entries(static, batch, x, scale)
     sizes = math.prod(batch), math.prod(rows), math.prod(columns)
     launch = kernels.quantize(*sizes, static.usage, static.format, triton.compute_capability())
-    codes = triton.call(launch, x.reshape(sizes), scale.reshape(-1))
-    codes = (c.reshape(shapes[usage]) for c, usage in zip(codes, static.usages, strict=True))
-    return tuple(jax.lax.bitcast_convert_type(c, dtype) for c in codes)
+    codes = triton.call(launch, x.reshape(sizes), scale.reshape(-1))[-len(static.usages) :]
+    return tuple(as_codes(c, shapes[usage], dtype) for c, usage in zip(codes, static.usages, strict=True))
+
+
+def as_codes(array: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    """What a launch gives, bytes or words of four, as codes."""
+    if array.dtype != jnp.uint8:
+        array = jax.lax.bitcast_convert_type(array, jnp.uint8)
+    return jax.lax.bitcast_convert_type(array.reshape(shape), dtype)
 
 
 def _straight_through(static: Static, gradient: jax.Array) -> jax.Array:

@@ -26,10 +26,14 @@ def _tensor(recipe: FP8Recipe, dtype, arrays, amax: jax.Array, run) -> FP8Tensor
 
 
 def _bytes(format: str, codes, shapes) -> tuple[jax.Array, ...]:
-    return tuple(
-        jax.lax.bitcast_convert_type(c.reshape(shape), fp8_bits.CODES[format])
-        for c, shape in zip(codes, shapes, strict=True)
-    )
+    return tuple(fp8.as_codes(c, shape, fp8_bits.CODES[format]) for c, shape in zip(codes, shapes, strict=True))
+
+
+def _encoded(format: str, batch: int, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """In jnp: codes of x [..., T, H, D] both ways, a scale for each entry of its first `batch` dims."""
+    codes = fp8_bits.encode(x, scale.reshape(*scale.shape[:batch], *[1] * (x.ndim - batch)), format)
+    order = *range(batch), x.ndim - 2, x.ndim - 1, *range(batch, x.ndim - 2)
+    return codes, jnp.transpose(codes, order)
 
 
 def _sizes(x: jax.Array, scale: jax.Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -80,8 +84,10 @@ def _rope_quantize(static: rope.RopeStatic, format: str, x, cos, sin, scale) -> 
 
     batch, tokens = _sizes(x, scale)
     shapes = x.shape, (*batch, *x.shape[-2:], *tokens)
-    if x.size == 0:
-        return tuple(jnp.zeros(shape, fp8_bits.CODES[format]) for shape in shapes)
+    if x.size == 0 or kernels.supports(math.prod(tokens)) is not None:
+        kept = x.shape[-1] - static.rotary_dim
+        turned = rope.rotate(static, x[..., kept:], cos, sin)
+        return _encoded(format, len(batch), jnp.concatenate([rope.wide(x[..., :kept]), turned], axis=-1), scale)
     cos, sin, table = launches.tables(cos, sin, x.shape[:-2])
     sizes = math.prod(batch), math.prod(tokens), *x.shape[-2:]
     settings = static.rotary_dim, table, *_layouts(static), static.inverse, format, triton.compute_capability()
@@ -131,8 +137,8 @@ def _join_quantize(nope: int, format: str, dk, dv, scale) -> tuple[jax.Array, ..
     batch, tokens = _sizes(dk, scale)
     heads, width, value = *dk.shape[-2:], dv.shape[-1]
     shapes = (*batch, *tokens, heads, nope + value), (*batch, heads, nope + value, *tokens)
-    if dk.size == 0:
-        return tuple(jnp.zeros(shape, fp8_bits.CODES[format]) for shape in shapes)
+    if dk.size == 0 or kernels.supports(math.prod(tokens)) is not None:
+        return _encoded(format, len(batch), jnp.concatenate([dk[..., :nope], dv], axis=-1), scale)
     sizes = math.prod(batch), math.prod(tokens), heads
     launch = kernels.join_quantize(*sizes, nope, width - nope, value, format, triton.compute_capability())
     arrays = dk.reshape(*sizes, width), dv.reshape(*sizes, value), scale.reshape(-1)
