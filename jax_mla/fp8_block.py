@@ -102,19 +102,17 @@ def _scales(amax: jax.Array, power_of_two: bool) -> tuple[jax.Array, jax.Array]:
     # 448 is 7 * 2^6. Of mantissa / 7 the leading 24 bits, to nearest: 7 leaves no ties.
     shift = jnp.where(mantissa >= 7 << 21, 2, 3)
     shifted = mantissa << shift
-    quotient = shifted // 7
-    quotient += (shifted - 7 * quotient >= 4).astype(jnp.int32)
+    quotient = jax.lax.div(shifted + 3, jnp.full_like(shifted, 7))
     exponent = (amax >> 23) - 6 - shift
     quotient = jnp.where(exponent < 1, 0x800000, quotient)
     exponent = jnp.maximum(exponent, 1)
     if power_of_two:
         exponent += (quotient != 0x800000).astype(jnp.int32)
         quotient = jnp.full_like(quotient, 0x800000)
-    # 2^47 / quotient, of 24 bits too: estimated, and corrected by what is left of 2^47, which int32 holds modulo 2^32.
-    estimate = (2.0**24 / (quotient.astype(jnp.float32) * 2.0**-23)).astype(jnp.int32)
-    left = -estimate * quotient
-    inverse = estimate + left // quotient
-    inverse += (2 * (left % quotient) > quotient).astype(jnp.int32)
+    # 2^47 / quotient, of 24 bits too: estimated from below, and corrected by what is then left of 2^47, which int32
+    # holds modulo 2^32.
+    estimate = (2.0**24 / (quotient.astype(jnp.float32) * 2.0**-23)).astype(jnp.int32) - 8
+    inverse = estimate + jax.lax.div((quotient >> 1) - estimate * quotient, quotient)
     whole = quotient == 0x800000  # whose inverse, 2^24, has 25
     inverse = jnp.where(whole, 254, 253) - exponent << 23 | jnp.where(whole, 0, inverse & 0x7FFFFF)
     scale = exponent << 23 | quotient & 0x7FFFFF
@@ -153,7 +151,8 @@ def _cut(where: Layout, power_of_two: bool, x: jax.Array) -> tuple[jax.Array, ja
     amax = jnp.where(amax > _INFINITY, 0, amax)
     for axis in where.blocked:
         amax = _amax(amax, axis)
-    inverse, scales = _scales(amax, power_of_two)
+    # Else XLA computes them anew for each of the values.
+    inverse, scales = jax.lax.optimization_barrier(_scales(amax, power_of_two))
     return _encode(bits, _spread(inverse, bits.shape, where.blocked)).reshape(x.shape), scales
 
 

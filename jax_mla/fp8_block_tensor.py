@@ -96,9 +96,11 @@ class FP8BlockTensor(Coded):
 
     def bytes(self) -> "FP8BlockTensor":
         """The tensor with its codes as uint8, as `MXFP8Tensor.bytes`."""
-        names = [name for name in ("rowwise_codes", "columnwise_codes") if getattr(self, name) is not None]
-        codes = {name: jax.lax.bitcast_convert_type(getattr(self, name), jnp.uint8) for name in names}
-        return dataclasses.replace(self, **codes)
+        codes = {name: getattr(self, name) for name in ("rowwise_codes", "columnwise_codes")}
+        # What are bytes already stay the same array: two ops that keep a tensor then keep it once.
+        changed = {n: c for n, c in codes.items() if c is not None and c.dtype != jnp.uint8}
+        changed = {n: jax.lax.bitcast_convert_type(c, jnp.uint8) for n, c in changed.items()}
+        return dataclasses.replace(self, **changed)
 
     def layout(self, usage: str) -> "Layout":
         """Where the blocks of one copy lie."""
