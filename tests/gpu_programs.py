@@ -143,6 +143,39 @@ def program(op: str, variant: str, sharding) -> dict:
     return launches(compiled.as_text(), sizes) | {"saved": sorted(f"{a.dtype}{list(a.shape)}" for a in saved if a.size)}
 
 
+def layer_in_fp8(sharding) -> dict:
+    """The layer of DeepSeek-V3 and all its gradients under the recipe "fp8": how many GEMMs of which kind, the types of
+    the scales that FP8's read, and how many scalars are rounded to bfloat16 anywhere."""
+    config = MLAConfig.deepseek_v3()
+
+    def array(shape, dtype=BF16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def step(params, x, dy):
+        run = functools.partial(mla, config=config, recipe="fp8", implementation=("cudnn", "triton", "xla"))
+        y, pullback = jax.vjp(run, params, x)
+        return y, pullback(dy)
+
+    params = jax.eval_shape(lambda: init(jax.random.key(0), config))
+    params = {name: array(a.shape, a.dtype) for name, a in params.items()}
+    x = array((B, S, config.hidden_size))
+    text = jax.jit(step).trace(params, x, x).lower(lowering_platforms=("cuda",)).compile().as_text()
+    shapes, gemms, scales = {}, Counter(), Counter()
+    for line in text.splitlines():
+        found = _INSTRUCTION.match(line.strip())
+        if found is None:
+            continue
+        name, shape, _, operands = found.groups()
+        shapes[name] = shape.partition("{")[0]
+        if '"__cublas' in line:
+            kind = line.partition('custom_call_target="')[2].partition('"')[0]
+            gemms[kind] += 1
+            if kind.endswith("$f8"):
+                read = [shapes[operand.split("%")[1]] for operand in operands.split(", ")]
+                scales[" ".join(shape for shape in read if shape.endswith("[]"))] += 1
+    return dict(gemms=gemms, scales=scales, rounded=len(re.findall(r" = bf16\[\]\S* convert\(", text)))
+
+
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -219,7 +252,7 @@ def attention_alone(sharding) -> dict:
 
 
 # What is not an up-projection, by name.
-OTHERS = {"mesh": layer_on_eight, "context": context_on_eight, "attention": attention_alone}
+OTHERS = {"fp8": layer_in_fp8, "mesh": layer_on_eight, "context": context_on_eight, "attention": attention_alone}
 
 _INSTRUCTION = re.compile(r"(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)")
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")

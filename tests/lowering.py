@@ -29,6 +29,7 @@ from jax_mla import (
     kv_up_proj_rope,
     mla,
     q_up_proj_rope,
+    quantize_fp8,
     quantize_mxfp8,
     rms_norm,
     rms_norm_quantize,
@@ -79,6 +80,7 @@ OPS = {
     ),
     "rms_norm": (lambda x, s: rms_norm(x, s, 1e-6, **ONE), [LATENT, SCALE]),
     "quantize_mxfp8": (lambda x: values(quantize_mxfp8(x, usage="both", token_axis=-3, **ONE)), [X]),
+    "quantize_fp8": (lambda x: values(quantize_fp8(x, usage="both", token_axis=-3, **ONE)), [X]),
     "rms_norm_quantize": (lambda x, s: values(rms_norm_quantize(x, s, 1e-6, usage="both", **ONE)), [LATENT, SCALE]),
     "q_up_proj_rope": (
         lambda x, w, s: q_up_proj_rope(x, w, *tables(), norm_scale=s, **up(None)),
@@ -96,6 +98,14 @@ OPS = {
         lambda x, w, p, s: [
             values(t) for t in kv_up_proj_rope(x, w, p, *tables(), norm_scale=s, **up("mxfp8", "mxfp8"))
         ],
+        [LATENT, array(512, H, 256), array(B, T, 64), SCALE],
+    ),
+    "q_up_proj_rope, fp8": (
+        lambda x, w, s: q_up_proj_rope(x, w, *tables(), norm_scale=s, **up("fp8")),
+        [LATENT, W, SCALE],
+    ),
+    "kv_up_proj_rope, fp8": (
+        lambda x, w, p, s: kv_up_proj_rope(x, w, p, *tables(), norm_scale=s, **up("fp8")),
         [LATENT, array(512, H, 256), array(B, T, 64), SCALE],
     ),
     "mla": (lambda p, x: mla(p, x, CONFIG, implementation=("triton", "xla")), [PARAMS, array(B, T, 128)]),
@@ -125,6 +135,7 @@ FORWARD = {
 
 # Under two vmaps that share the weights; gradients of each entry. The rows are as many as without, in other shapes.
 VMAPPED = ("apply_rope", "apply_rope_kv", "rms_norm", "quantize_mxfp8", "rms_norm_quantize", "kv_up_proj_rope")
+VMAPPED += ("quantize_fp8", "q_up_proj_rope, fp8")
 
 
 def vmapped(name):

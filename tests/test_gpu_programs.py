@@ -88,10 +88,14 @@ def expected(op: str) -> dict[str, dict]:
 
 
 def test_passes_over_memory(monkeypatch):
-    """No array of such a size but these: no copy or transpose, the RoPE's neither, and no float32 but dW."""
+    """No array of such a size but these: no copy or transpose, the RoPE's neither, and no float32 but dW. Of the layer
+    in FP8, in the same process: every GEMM is an FP8 one, with scales that nothing rounded from float32."""
     programs = expected("q") | expected("kv")
     fused = {"q, fused, mxfp8": 2, "kv, fused, mxfp8": 4}
-    found = compiled(monkeypatch, *programs, *fused)
+    found = compiled(monkeypatch, "fp8", *programs, *fused)
+    # Five products, each with the gradients of both factors.
+    wanted = dict(gemms={"__cublas$lt$matmul$f8": 15}, scales={"f32[] f32[]": 15}, rounded=0)
+    assert found["fp8"] == wanted
     for name, wanted in programs.items():
         assert found[name] == wanted, name
     for name, copies in fused.items():  # from the latent to codes in one kernel: forward writes nothing else

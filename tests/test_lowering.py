@@ -18,9 +18,12 @@ CALLS = {
     "apply_rope_kv": 2,
     "rms_norm": 2,
     "quantize_mxfp8": 3,  # and dequantised both ways
+    "quantize_fp8": 1,  # dequantised by XLA
     "rms_norm_quantize": 5,  # rstd, quantise, dequantise twice, norm's backward
     "q_up_proj_rope": 4,  # norm, RoPE; inverse RoPE, norm's backward (which recomputes the norm in jnp)
     "kv_up_proj_rope": 4,
+    "q_up_proj_rope, fp8": 7,  # norm, x, w, RoPE; what is largest in the inverse RoPE, its codes; norm's backward
+    "kv_up_proj_rope, fp8": 7,
     "swizzle_scales": 1,
     "vmap swizzle_scales": 1,
     "vmap tables": 1,
@@ -35,7 +38,10 @@ CALLS = {
 }
 CALLS |= {
     f"vmap {name}": CALLS[name]
-    for name in ("apply_rope", "apply_rope_kv", "rms_norm", "quantize_mxfp8", "rms_norm_quantize", "kv_up_proj_rope")
+    for name in (
+        *("apply_rope", "apply_rope_kv", "rms_norm", "quantize_mxfp8", "rms_norm_quantize", "kv_up_proj_rope"),
+        *("quantize_fp8", "q_up_proj_rope, fp8"),
+    )
 }
 # Less would mean that something is not ours: each of x, w and the cotangent once, and of x and w the other copy later.
 QUANTIZED = {"q_up_proj_rope, mxfp8": 10, "kv_up_proj_rope, mxfp8": 15}
