@@ -1,12 +1,17 @@
 """On an NVIDIA GPU: the Triton kernels as JAX launches them, against the pure-jnp ops on the same machine."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from judge import assert_close, assert_same, draw
+from test_fp8 import VARIANTS, judge, oracle
+from test_fp8 import battery as fp8_battery
+from test_fp8_recipe import RECIPES, RMS, ROUNDINGS, emulation, gap, parameters
+from test_fp8_recipe import named as by_name
 from test_mxfp8 import battery
 
 from jax_mla import (
@@ -18,6 +23,7 @@ from jax_mla import (
     kv_up_proj_rope,
     mla,
     q_up_proj_rope,
+    quantize_fp8,
     quantize_mxfp8,
     quantize_swizzled,
     rms_norm,
@@ -218,6 +224,70 @@ def test_up_projections_and_the_layer(recipe):
         for f, w in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             f, w = np.asarray(f, np.float64), np.asarray(w, np.float64)
             assert np.linalg.norm(f - w) < (1e-2 if recipe is None else 4e-2) * np.linalg.norm(w)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_fp8_bit_is_the_definitions(dtype, implementation):
+    """Kernels and XLA alike, both formats: amax of every size, NaN, infinities, subnormals, saturated scales."""
+
+    @jax.jit
+    def run(x):
+        options = dict(usage="both", implementation=implementation)
+        return [quantize_fp8(x, format=f, power_of_two=p, **options).detach() for f, p in VARIANTS]
+
+    for number, x in enumerate(fp8_battery(dtype)):
+        for t, (format, power_of_two) in zip(run(jnp.asarray(x)), VARIANTS, strict=True):
+            judge(t, x, *oracle(x, format, power_of_two)[::2], f"tensor {number}, {power_of_two}, {t}")
+
+
+def test_fp8_of_odd_sizes():
+    """The kernels' bits are XLA's: of copies alone and both, either token axis, entries of a vmap with a scale each;
+    None takes what can run of the others."""
+    for shape, token_axis in (((4, 33, 65), -2), ((2, 96, 5, 192), -3), ((1, 4, 1), -2), ((512, 7, 3), -3)):
+        (x,) = inputs(shape, seed=2)
+        for usage in ("rowwise", "columnwise", "both"):
+            options = dict(usage=usage, token_axis=token_axis, format="e5m2" if usage == "both" else "e4m3")
+            assert_same(*(quantize_fp8(x, implementation=i, **options).bytes() for i in ("triton", "xla")))
+    x = inputs((3, 8, 40, 17))[0] * jnp.asarray([1e-3, 1, 30], jnp.bfloat16)[:, None, None, None]
+    found, wanted = (
+        jax.jit(jax.vmap(lambda x, i=i: quantize_fp8(x, usage="both", implementation=i).bytes()))(x)
+        for i in ("triton", "xla")
+    )
+    assert_same(found, wanted)
+    assert len(set(found.scale_inv.tolist())) == 3
+    for rows in (1, 3, 7):
+        (x,) = inputs((rows, 5))
+        assert_same(*(quantize_fp8(x, usage="both", implementation=i).bytes() for i in (None, "xla")))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_layer_in_fp8(name):
+    """Packed rows. In float32 against products in float32 of values that numpy rounded: FP8 GEMMs add up with fewer
+    bits, which moves codes near a tie by a step, here and there. In bfloat16, which moves more, against the layer
+    without, as far as the format says. 50 repeats are the same bits."""
+    config, recipe = dataclasses.replace(CONFIG, attention_bias=True), RECIPES[name]
+    rng, ids = np.random.default_rng(6), np.repeat([[1, 2, 0], [3, 4, 5]], [40, 32, 24], axis=1)
+    params, x, c = parameters(config), *draw(rng, 2, B, T, config.hidden_size)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(recipe, p, x, c):
+        y, pullback = jax.vjp(lambda p, x: mla(p, x, config, segment_ids=ids, recipe=recipe), p, x)
+        return y, pullback(c)
+
+    options = float(recipe.grad_format == "e4m3"), float(recipe.power_of_two)
+    wanted = by_name(emulation(config, ids)(options, params, x, c))
+    for parameter, value in by_name(run(recipe, params, x, c)).items():
+        assert gap(value, wanted[parameter]) < 3e-2, parameter
+    x, c = x.astype(jnp.bfloat16), c.astype(jnp.bfloat16)
+    found, wanted = run(recipe, params, x, c), by_name(run(None, params, x, c))
+    for parameter, value in by_name(found).items():
+        operands, cotangents = ROUNDINGS[parameter]
+        off = np.sqrt(operands * RMS["e4m3"] ** 2 + cotangents * RMS[recipe.grad_format] ** 2)
+        assert gap(value, wanted[parameter]) < 2 * off + 1e-2, parameter
+        assert value.dtype == ("bfloat16" if parameter in ("x", "y") else "float32")
+    for _ in range(50):
+        assert_same(run(recipe, params, x, c), found)
 
 
 def test_more_elements_than_32_bits_count():
