@@ -8,7 +8,7 @@ import pytest
 import reference
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_mla import MLAConfig, convert, kv_up_proj_rope, q_up_proj_rope
+from jax_mla import MLAConfig, convert, dequantize, kv_up_proj_rope, q_up_proj_rope, quantize_fp8_block
 
 # Odd head count, every dim different, so that no transposed or swapped axis fits by chance.
 CONFIG = MLAConfig(
@@ -248,6 +248,28 @@ def test_fp8_block_checkpoints():
     for key, weight in wanted.items():
         assert restored[key].dtype == np.float32 and np.array_equal(restored[key], weight)
     assert params["q_norm"].dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fp8_weights_may_stay_what_they_are(name):
+    """keep_fp8: the same float32 numbers behind them as without it, and the checkpoint again, bit for bit."""
+    config = CONFIGS[name]
+    source, _ = fp8_state_dict(hf_shapes(config), np.random.default_rng(0))
+    kept, plain = convert.from_hf(source, config, keep_fp8=True), convert.from_hf(source, config)
+    for name, value in plain.items():
+        found = kept[name] if value.ndim == 1 else dequantize(kept[name])
+        assert found.dtype == value.dtype and np.array_equal(np.asarray(found), value), name
+    back = convert.to_hf(kept, config)
+    assert back.keys() == source.keys()
+    for key, value in source.items():
+        assert type(back[key]) is np.ndarray and back[key].flags.c_contiguous and back[key].dtype == value.dtype
+        assert back[key].tobytes() == value.tobytes(), key
+    narrow = source["o_proj.weight_scale_inv"].astype(ml_dtypes.bfloat16)
+    with pytest.raises(TypeError, match="o_proj.weight_scale_inv: found dtype bfloat16, wanted float32"):
+        convert.from_hf({**source, "o_proj.weight_scale_inv": narrow}, config, keep_fp8=True)
+    rows = quantize_fp8_block(jnp.ones(plain["wo"].shape))
+    with pytest.raises(ValueError, match="wo: found FP8BlockTensor.* wanted 128x128 blocks and token_axis=-2"):
+        convert.to_hf({**kept, "wo": rows}, config)
 
 
 def test_fp8_without_its_factors_is_named():
