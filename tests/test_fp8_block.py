@@ -388,21 +388,26 @@ def mesh_of(kind, **axes):
 
 
 def test_heads_under_an_explicit_mesh_and_remat():
-    """Rows over one axis, heads over the other, up to heads and down again, little kept for the backward pass: one
-    device's numbers."""
-    x, up, down, dy = inputs((B, T, 160), (160, 4, 64), (4, 64, 160), (B, T, 160))
-
-    def layer(x, up, down):
-        return linear(linear(x, up, recipe="fp8_block"), down, contract=2, recipe="fp8_block")
-
+    """Rows over one axis, heads, which are contracted, over the other, recomputed for the backward pass: the blocks of
+    one device."""
+    x, w, dy = inputs((B, T, 4, 64), (4, 64, 160), (B, T, 160))
     mesh = mesh_of(AxisType.Explicit, data=2, model=2)
     put = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))  # noqa: E731
-    gradients = jax.jit(lambda f, dy, *a: jax.vjp(f, *a)[1](dy), static_argnums=0)
+    op = lambda x, w: linear(x, w, contract=2, recipe="fp8_block")  # noqa: E731
+    op = jax.checkpoint(op, policy=remat_policy("latents"))
+
+    @jax.jit
+    def run(x, w, dy):
+        y, pullback = jax.vjp(op, x, w)
+        return y, *pullback(dy)
+
     with jax.set_mesh(mesh):
-        on_mesh = put(x, "data"), put(up, None, "model"), put(down, "model")
-        found = gradients(jax.checkpoint(layer, policy=remat_policy("latents")), put(dy, "data"), *on_mesh)
-    assert found[0].sharding.spec[0] == "data" and found[2].sharding.spec[0] == "model"
-    assert_close(found, gradients(layer, dy, x, up, down))  # what is summed over devices is not quantised again
+        y, dx, dw = run(put(x, "data", None, "model"), put(w, "model"), put(dy, "data"))
+    assert dx.sharding.spec[0] == "data" and dw.sharding.spec[0] == "model"
+    squares = values(w, "square", -2)
+    assert_close(y, np.einsum("bthd,hdm->btm", values(x, "rowwise", -3), squares))
+    assert_close(dx, np.einsum("btm,hdm->bthd", values(dy, "rowwise"), squares))
+    assert_close(dw, np.einsum("bthd,btm->hdm", values(x, "columnwise", -3), values(dy, "columnwise")))
 
 
 def test_blocks_may_lie_across_devices_under_an_auto_mesh():
