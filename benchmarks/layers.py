@@ -107,7 +107,8 @@ _rounded.defvjp(_rounded_fwd, _rounded_bwd)
 
 
 def layer_fp8(preset, tokens: int, repeats: int, seed: int) -> list[dict]:
-    """Ours in FP8, also of weights that were `quantized` before, beside ours, `own`, and peers in its dtype."""
+    """Ours in FP8, also of weights that were `quantized` before, and keeping `codes` of all that attention reads and
+    gives, beside ours, `own`, and the peers in the preset's dtype."""
     return layer(preset, tokens, repeats, seed, "fp8")
 
 
@@ -123,12 +124,12 @@ def layer(preset, tokens: int, repeats: int, seed: int, recipe: str | None = Non
     } | _peers(config, dtype, recipe)
     given = dict.fromkeys(candidates, params)
     if recipe == "fp8":
-        candidates |= {
-            "own": functools.partial(_ours, config, None, None),
-            "quantized": candidates["xla" if "xla" in candidates else "best"],
-        }
+        ours = candidates["xla" if "xla" in candidates else "best"]
+        codes = jax_mla.FP8Recipe(quantize_attention=True)
+        candidates |= {"quantized": ours, "codes": functools.partial(_ours, config, codes, None)}
+        candidates["own"] = functools.partial(_ours, config, None, None)
         tensors = jax.jit(lambda params: jax_mla.quantize_params(params, config, recipe=recipe))(params)
-        given |= dict(own=params, quantized=tensors)
+        given |= dict(quantized=tensors, codes=params, own=params)
     wanted = _exact(config, params, x, dy)
     rows = []
     for direction in ("fwd", "fwd_bwd"):

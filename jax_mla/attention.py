@@ -17,13 +17,18 @@ from jax_mla import (
     blockwise,
     checks,
     dispatch,
+    fp8,
     operands,
+    recipes,
     segments,
     sharding,
 )
 from jax_mla.coded import Coded
+from jax_mla.fp8_tensor import FP8Tensor
 from jax_mla.mxfp8_bits import BLOCK
+from jax_mla.mxfp8_tensor import MXFP8Tensor
 from jax_mla.operands import Operand
+from jax_mla.recipes import FP8Recipe, Recipe
 
 CAUSAL = (False, True, "bottom_right")
 
@@ -42,8 +47,9 @@ def attention(
     return_lse: bool = False,
     return_max_logit: bool = False,
     grad_dtype=None,
+    out: Recipe = None,
     implementation: dispatch.Choice = None,
-) -> jax.Array | tuple[jax.Array, ...]:
+) -> Operand | tuple[Operand, ...]:
     """o = softmax(scale q k^T + mask) v, head by head, without a T x S matrix.
 
     q: floating [B, T, H, D]; k: [B, S, H, D]; v: [B, S, H, V], all of one dtype. scale: Python float, None is D^-0.5
@@ -51,6 +57,7 @@ def attention(
     of the copies whose blocks run along what the forward pass contracts: q and k row-wise (D), v column-wise (S).
     (On a B200 "cudnn" by name multiplies codes in the forward pass, where NVIDIA's kernel fits them, and rounds
     probabilities to E4M3: docs/blackwell.md. Not run on one.)
+    Or an `FP8Tensor`, token_axis -3, row-wise: both passes compute with its values, in its logical dtype.
     causal: True lets query i see keys j <= i (top-left, as `jax.nn`); "bottom_right" keys j <= i + S - T; False all.
     segment_ids: integers [B, T], one id a token: queries see keys of their own id only; 0 is padding, whose rows give 0
     and whose values (NaN too) reach nothing. kv_segment_ids [B, S]: the keys' ids, by default segment_ids, which then
@@ -65,6 +72,8 @@ def attention(
     tokens (thd) q, k [T, H, D] and v [T, H, V], whose results have no batch dim either. `segment_ids_from_cu_seqlens`
     says what they mean. With MXFP8, sequences start at multiples of 32, so that no block of v mixes two: checked where
     the values are known at trace time, else the caller's promise.
+    out: None, or "fp8" (an `FP8Recipe`): o is an `FP8Tensor` with both copies, token_axis -3, quantised from q's dtype,
+    and what is kept of it for the backward pass are its column-wise codes. Not of packed tokens [T, H, V].
     grad_dtype: the floating dtype that the backward pass multiplies in; None is q's. (Its sums are float32, and dq, dk,
     dv have q's dtype.)
 
@@ -85,24 +94,34 @@ def attention(
     # numpy's float64 is float32 to JAX out of x64 mode.
     q, k, v = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (q, k, v))
     sequences, alike = None, False
-    quantized = isinstance(q, Coded)
+    quantized, blocks = isinstance(q, Coded), isinstance(q, MXFP8Tensor)
     if cu_seqlens is not None:
-        if quantized:
+        if blocks:
             segments.check_starts("cu_seqlens", cu_seqlens, BLOCK)
         segment_ids = _packed_ids(q, k, cu_seqlens, segment_ids, kv_segment_ids)
         sequences = cu_seqlens.shape[-1] - 1
         alike = attention_rows.alike(cu_seqlens, segment_ids.shape[-1])
         one_row = segment_ids.ndim == 1
         if one_row:
+            if isinstance(q, FP8Tensor):
+                raise checks.found("q", q, "an array or an MXFP8Tensor of packed tokens [T, H, D]")
+            if out is not None:
+                raise checks.found("out", out, "None for packed tokens [T, H, D]")
             checks.dims("v", operands.shaped(v), "S H V")
             q, k, v, segment_ids = jax.tree.map(lambda a: a[None], (q, k, v, segment_ids))
     for argument, array in (("k", k), ("v", v)):
-        if isinstance(array, Coded) != quantized:
-            raise TypeError(f"{argument}: found {checks.show(array)}, wanted q, k and v all arrays or all MXFP8Tensors")
-    recipe = "mxfp8" if quantized else None  # which asks for the copies that are read
-    sizes = operands.check("q", q, "B T H D", recipe, -3, "rowwise")
-    sizes = operands.check("k", k, "B S H D", recipe, -3, "rowwise", **{name: sizes[name] for name in "BHD"}) | sizes
-    sizes = operands.check("v", v, "B S H V", recipe, -3, "columnwise", **{n: sizes[n] for n in "BSH"}) | sizes
+        if isinstance(array, Coded) != quantized or (quantized and type(array) is not type(q)):
+            wanted = "wanted q, k and v all arrays or all tensors of one kind"
+            raise TypeError(f"{argument}: found {checks.show(array)}, {wanted}")
+    out = recipes.check(out)
+    if out is not None and not isinstance(out, FP8Recipe):
+        raise checks.found("out", out, "None, 'fp8' or an FP8Recipe")
+    # Which asks for the copies that are read.
+    recipe = FP8Recipe() if isinstance(q, FP8Tensor) else "mxfp8" if quantized else None
+    read = _READ if blocks or not quantized else ("rowwise",) * 3
+    sizes = operands.check("q", q, "B T H D", recipe, -3, read[0])
+    sizes = operands.check("k", k, "B S H D", recipe, -3, read[1], **{name: sizes[name] for name in "BHD"}) | sizes
+    sizes = operands.check("v", v, "B S H V", recipe, -3, read[2], **{n: sizes[n] for n in "BSH"}) | sizes
     for argument, array in (("k", k), ("v", v)):
         if array.dtype != q.dtype:
             raise TypeError(f"{argument}: found dtype {array.dtype}, wanted q's, which is {q.dtype}")
@@ -117,11 +136,13 @@ def attention(
     return_lse = checks.static_bool("return_lse", return_lse)
     return_max_logit = checks.static_bool("return_max_logit", return_max_logit)
     q_ids, k_ids = segments.check(segment_ids, kv_segment_ids, **sizes)
-    if quantized:
+    if blocks:
         segments.check_blocks("segment_ids", segment_ids, BLOCK)
         segments.check_blocks("kv_segment_ids", kv_segment_ids, BLOCK)
     static = Static(
         kinds=tuple(map(operands.kind, (q, k, v))),
+        read=read,
+        out=out,
         scale=scale,
         causal=causal,
         own_order=kv_segment_ids is not None and last_key is None,
@@ -130,7 +151,7 @@ def attention(
         alike=alike,
         lse=return_lse,
         max_logit=return_max_logit,
-        dtype=jnp.dtype(operands.products(q.dtype) if quantized else q.dtype),
+        dtype=jnp.dtype(operands.products(q.dtype) if blocks else q.dtype),
         grad_dtype=_grad_dtype(grad_dtype),
         implementation=dispatch.check(implementation),
     )
@@ -190,6 +211,8 @@ def _packed_ids(q, k, cu_seqlens, segment_ids, kv_segment_ids) -> jax.Array:
 @dataclasses.dataclass(frozen=True)
 class Static:
     kinds: tuple[operands.Kind, ...]  # of q, k, v
+    read: tuple[str, ...]  # the copies of them, of tensors
+    out: FP8Recipe | None
     scale: float
     causal: bool | str
     own_order: bool  # causal is counted within each segment, whose queries and keys lie at different indices
@@ -236,7 +259,7 @@ def _run(direction: str, static: Static, dtype, last_key, q, k, v, *arrays):
     """One pass on the values of q, k and v in `dtype`; the forward one on codes where a kernel reads them."""
     if direction == "forward" and attention_mxfp8.supports(static, q, k, v, arrays[0]) is None:
         return attention_mxfp8.forward(static, q, k, v)
-    q, k, v = (operands.read(x, dtype, usage) for x, usage in zip((q, k, v), _READ, strict=True))
+    q, k, v = (operands.read(x, dtype, usage) for x, usage in zip((q, k, v), static.read, strict=True))
     chosen = _choose(direction, static, q, k, v, *arrays[:2])
     function = functools.partial(getattr(chosen, direction), static)
     if chosen.opaque and static.alike is not False:
@@ -274,7 +297,14 @@ def _check_backward(static: Static, *arrays) -> None:
 def _attention(static: Static, q, k, v, q_ids, k_ids, last_key):
     """o, lse, and every row's largest logit [B, T, H]."""
     o, lse, max_logits = _run("forward", static, static.dtype, last_key, q, k, v, q_ids, k_ids)
-    return o.astype(q.dtype), lse, max_logits
+    return _output(static, o.astype(q.dtype)), lse, max_logits
+
+
+def _output(static: Static, o: jax.Array) -> Operand:
+    if static.out is None:
+        return o
+    # Kernels of attention alone may have been named.
+    return fp8.raw_quantize(fp8.Static("both", -3, "e4m3", static.out.power_of_two, o.dtype, None), o).bytes()
 
 
 class Residuals(NamedTuple):
@@ -283,7 +313,7 @@ class Residuals(NamedTuple):
     v: Operand
     q_ids: jax.Array | None
     k_ids: jax.Array | None
-    o: jax.Array
+    o: Operand
     lse: jax.Array
     last_key: jax.Array | None
 
@@ -291,15 +321,19 @@ class Residuals(NamedTuple):
 def _attention_fwd(static: Static, q, k, v, q_ids, k_ids, last_key):
     _check_backward(static, q, k, v, q_ids, k_ids)
     o, lse, max_logits = _run("forward", static, static.dtype, last_key, q, k, v, q_ids, k_ids)
-    o = o.astype(q.dtype)
     # Named here, since here they are residuals: a policy that keeps both does not run the forward pass again.
-    o, lse = checkpoint_name(o, "attention_out"), checkpoint_name(lse, "attention_lse")
-    kept = (operands.keep(x, usage) for x, usage in zip((q, k, v), _READ, strict=True))
-    return (o, lse, max_logits), Residuals(*kept, q_ids, k_ids, o, lse, last_key)
+    o = operands.named(_output(static, o.astype(q.dtype)), "attention_out")
+    lse = checkpoint_name(lse, "attention_lse")
+    kept = (operands.keep(x, usage) for x, usage in zip((q, k, v), static.read, strict=True))
+    # Of a tensor the copy that the output projection keeps too.
+    kept_o = o if static.out is None else operands.keep(o, "columnwise")
+    return (o, lse, max_logits), Residuals(*kept, q_ids, k_ids, kept_o, lse, last_key)
 
 
 def _attention_bwd(static: Static, saved: Residuals, cotangents):
     do, dlse, _ = cotangents  # max_logit is documented as not differentiable
+    if static.out is not None:
+        do, saved = do.proxy, saved._replace(o=operands.read(saved.o, static.dtype))
     dtype = static.dtype if static.grad_dtype is None else static.grad_dtype
     gradients = _run("backward", static, dtype, saved.last_key, *saved[:-1], do.astype(dtype), dlse)
     given = zip(static.kinds, saved[:3], gradients, strict=True)

@@ -52,11 +52,10 @@ class Coded:
     def bytes(self):
         """The tensor with its codes as uint8, same bits: what to stack or carry in `lax.scan`, where XLA may widen fp8
         arrays. Every op takes it as it is and reads the codes as fp8."""
-        codes = {
-            f"{usage}_codes": jax.lax.bitcast_convert_type(getattr(self, f"{usage}_codes"), jnp.uint8)
-            for usage in self.usages
-        }
-        return dataclasses.replace(self, **codes)
+        codes = {name: getattr(self, name) for name in (f"{usage}_codes" for usage in self.usages)}
+        # What are bytes already stay the same array: two ops that keep a tensor then keep it once.
+        changed = {n: jax.lax.bitcast_convert_type(c, jnp.uint8) for n, c in codes.items() if c.dtype != jnp.uint8}
+        return dataclasses.replace(self, **changed)
 
 
 def static_field():

@@ -5,6 +5,7 @@ Source: Transformer Engine's Float8CurrentScaling; the arithmetic is in `fp8_bit
 
 import dataclasses
 import functools
+import importlib.metadata
 import math
 
 import jax
@@ -79,12 +80,14 @@ def _xla_quantize(static: Static, x: jax.Array, scale: jax.Array) -> tuple[jax.A
     return tuple(codes if usage == "rowwise" else transposed(codes, static.token_axis) for usage in static.usages)
 
 
-def _xla_entries(static: Static, batch: tuple[int, ...], x, scale) -> tuple[jax.Array, ...]:
-    """`_xla_quantize` of entries that have a scale each."""
-    run = functools.partial(_xla_quantize, static)
-    for _ in batch:
-        run = jax.vmap(run)
-    return run(x, scale)
+# Releases of Triton whose compiled kernels were seen, bit for bit, to transpose codes right: kernels/fp8.py tells what
+# went wrong.
+_SEEN = ("3.6.",)
+
+
+def transposes(dtype: np.dtype) -> bool:
+    """Whether kernels are trusted to write codes of such an array transposed."""
+    return dtype.itemsize == 2 and importlib.metadata.version("triton").startswith(_SEEN)
 
 
 @launches.batched("data", "data")
@@ -97,19 +100,18 @@ def _triton_quantize(static: Static, x: jax.Array, scale: jax.Array) -> tuple[ja
     rows, columns = x.shape[len(batch) : split], x.shape[split:]
     shapes = {"rowwise": x.shape, "columnwise": (*batch, *columns, *rows)}
     dtype = fp8_bits.CODES[static.format]
-    if x.size == 0 or (static.usage != "rowwise" and kernels.supports(math.prod(rows)) is not None):
-        return _xla_entries(static, batch, x, scale)
+    if x.size == 0:
+        return tuple(jnp.zeros(shapes[usage], dtype) for usage in static.usages)
     sizes = math.prod(batch), math.prod(rows), math.prod(columns)
-    launch = kernels.quantize(*sizes, static.usage, static.format, triton.compute_capability())
-    codes = triton.call(launch, x.reshape(sizes), scale.reshape(-1))[-len(static.usages) :]
-    return tuple(as_codes(c, shapes[usage], dtype) for c, usage in zip(codes, static.usages, strict=True))
-
-
-def as_codes(array: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    """What a launch gives, bytes or words of four, as codes."""
-    if array.dtype != jnp.uint8:
-        array = jax.lax.bitcast_convert_type(array, jnp.uint8)
-    return jax.lax.bitcast_convert_type(array.reshape(shape), dtype)
+    # Where no kernel transposes, XLA transposes codes.
+    turns = transposes(x.dtype) or static.usage == "rowwise"
+    settings = static.usage if turns else "rowwise", x.dtype.name, static.format, triton.compute_capability()
+    codes = triton.call(kernels.quantize(*sizes, *settings), x.reshape(sizes), scale.reshape(-1))
+    if not turns:
+        both = {"rowwise": codes[0], "columnwise": jnp.swapaxes(codes[0], 1, 2)}
+        codes = [both[usage] for usage in static.usages]
+    codes = (c.reshape(shapes[usage]) for c, usage in zip(codes, static.usages, strict=True))
+    return tuple(jax.lax.bitcast_convert_type(c, dtype) for c in codes)
 
 
 def _straight_through(static: Static, gradient: jax.Array) -> jax.Array:

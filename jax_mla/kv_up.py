@@ -9,6 +9,7 @@ import jax
 from jax_mla import (
     checks,
     dispatch,
+    fp8,
     fp8_heads,
     linear,
     mxfp8,
@@ -125,8 +126,9 @@ def _backward(implementation: str, static: Static, saved: Residuals, dk, dv):
     static = static.using(implementation)
     project, k_pe, cos, sin, differentiates_tables = saved
     frozen = static.project.x.frozen or static.project.w.frozen
-    # Quantised as it is read for both GEMMs; what sums it is left to XLA.
-    if static.project.fp8 and implementation == "triton" and project.bias is None and not frozen:
+    # Quantised as it is read, for both GEMMs; where something else reads it too, it is written.
+    kernel = static.project.fp8 and implementation == "triton" and fp8.transposes(dk.dtype)
+    if kernel and project.bias is None and not frozen:
         dkv, dk_pe = fp8_heads.joined(static.rope_kv, static.project.recipe, k_pe, cos, sin, dk, dv)
     else:
         dkv, dk_pe = rope_kv.raw_backward(static.rope_kv, k_pe, cos, sin, dk, dv)

@@ -1,5 +1,6 @@
 """The whole flow of Multi-head Latent Attention, in reading order."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
@@ -12,6 +13,7 @@ from jax_mla import params as parameters
 from jax_mla import remat as policies
 from jax_mla.attention import attention
 from jax_mla.config import MLAConfig
+from jax_mla.fp8_tensor import FP8Tensor
 from jax_mla.kv_up import kv_up_proj_rope
 from jax_mla.linear import linear
 from jax_mla.mxfp8_bits import BLOCK
@@ -131,7 +133,7 @@ def _flow(
         )
         kv_ids = None if keys is None else keys.segment_ids
         sees = dict(segment_ids=segment_ids, kv_segment_ids=kv_ids, last_key=last_key)
-        return _attend(q, k, v, config, implementation, max_logit, **sees)
+        return _attend(q, k, v, config, recipe, implementation, max_logit, **sees)
 
     if spread is None:
         o, *largest = heads(q, latent, None, whole(segment_ids))
@@ -142,20 +144,25 @@ def _flow(
 
 
 def _quantized(x: jax.Array, recipe: Recipe, implementation: dispatch.Choice) -> operands.Operand:
-    """x as both down-projections multiply it, quantised once."""
+    """x as both down-projections multiply it, quantised once, and as bytes: what both keep of it is one array."""
     if recipe is None:
         return x
     both = dict(usage="both", implementation=implementation)
     if isinstance(recipe, FP8Recipe):
-        return fp8.quantize_fp8(x, power_of_two=recipe.power_of_two, **both)
+        return fp8.quantize_fp8(x, power_of_two=recipe.power_of_two, **both).bytes()
     if isinstance(recipe, FP8BlockRecipe):
-        return fp8_block.quantize_fp8_block(x, usage="both", power_of_two=recipe.power_of_two)
-    return mxfp8.quantize_mxfp8(x, **both)
+        return fp8_block.quantize_fp8_block(x, usage="both", power_of_two=recipe.power_of_two).bytes()
+    return mxfp8.quantize_mxfp8(x, **both).bytes()
 
 
 def _whole(operand: operands.Operand | None) -> operands.Operand | None:
     """Sequence parallelism: where x's tokens are spread, over the axis of heads say, what is gathered are latents on
     their way up and y's cotangent on its way down, which are small; between them only heads are spread."""
+    if isinstance(operand, FP8Tensor):  # its scale has no tokens, and transposed they come last
+        axes = {"rowwise_codes": 1, "columnwise_codes": -1, "proxy": 1}
+        arrays = {name: getattr(operand, name) for name in axes}
+        arrays = {n: None if a is None else sharding.whole_tokens(a, axes[n]) for n, a in arrays.items()}
+        return dataclasses.replace(operand, **arrays)
     return jax.tree.map(sharding.whole_tokens, operand)
 
 
@@ -190,8 +197,13 @@ def latents(p, x, config: MLAConfig, cos, sin, implementation: dispatch.Choice) 
     return c, apply_rope(k_pe[..., None, :], cos, sin, **layout)[..., 0, :]
 
 
-def _attend(q, k, v, config: MLAConfig, implementation: dispatch.Choice, max_logit: bool, **sees):
+def _attend(q, k, v, config: MLAConfig, recipe: Recipe, implementation: dispatch.Choice, max_logit: bool, **sees):
     """o [B, T, H, V], and with `max_logit` [H]. sees: which keys a query does, beside those before it."""
+    if isinstance(recipe, FP8Recipe) and recipe.quantize_attention:
+        how = dict(token_axis=-3, power_of_two=recipe.power_of_two, implementation=implementation)
+        q, k, v = (fp8.quantize_fp8(a, **how) for a in (q, k, v))
+        # o as a tensor too, which no sum over devices can be made of.
+        sees["out"] = recipe if sees["last_key"] is None else None
     q, k, v = (operands.named(*pair) for pair in ((q, "query_proj"), (k, "key_proj"), (v, "value_proj")))
     options = dict(scale=config.softmax_scale, causal=True, implementation=implementation) | sees
     o = attention(q, k, v, return_max_logit=max_logit, **options)
@@ -215,7 +227,7 @@ def with_latents(p, x, config: MLAConfig, segment_ids, implementation: dispatch.
     still = jnp.ones_like(cos), jnp.zeros_like(sin)
     up = _up(config, None, implementation) | dict(input_layout="halves")
     k, v = kv_up_proj_rope(c, p["wkv_b"], k_pe, *still, **up)
-    (o,) = _attend(q, k, v, config, implementation, False, segment_ids=segment_ids)
+    (o,) = _attend(q, k, v, config, None, implementation, False, segment_ids=segment_ids)
     y = _whole(_out(p, _whole(o), segment_ids, None, implementation))
     return sharding.tokens_as(y, x), c, k_pe
 

@@ -205,8 +205,8 @@ def products(dtype: np.dtype) -> np.dtype:
 
 def like(x: Operand) -> jax.Array:
     """No numbers, but x's logical dtype and how it is spread over a mesh: for `sharding.cotangent`."""
-    if isinstance(x, Coded):
-        x = mxfp8_tensor.make_proxy(placed(x), x.dtype)
+    if isinstance(x, Coded):  # by the copy that is kept of activations: nothing else is then to be there for it
+        x = mxfp8_tensor.make_proxy(x.only(x.usages[-1]).placed(), x.dtype)
     # Of a dim that is whole everywhere, if there is one: a sharded dim of size 0 would lose its mesh axes.
     whole = [axis for axis, axes in enumerate(sharding.spec(x)) if not axes]
     return jax.lax.slice_in_dim(x, 0, 0, axis=whole[-1] if whole else -1)

@@ -9,7 +9,6 @@ import jax
 from jax_mla import (
     checks,
     dispatch,
-    fp8_heads,
     linear,
     norm,
     operands,
@@ -50,9 +49,9 @@ def q_up_proj_rope(
     norm; norm_eps: Python float. bias: floating [H, D] or None, added before RoPE. Layouts: as `apply_rope`.
     recipe: None, or "mxfp8": the GEMMs of both passes multiply MXFP8, quantised from the float32 norm, from w and from
     the float32 inverse RoPE of q's cotangent. "fp8", or an `FP8Recipe`: FP8, quantised from the norm in x's dtype, from
-    w, and from the float32 inverse RoPE; "fp8_block", or an `FP8BlockRecipe`: likewise, in blocks of 128. x (if
-    norm_scale is None) and w may be an `MXFP8Tensor` (`FP8Tensor`, `FP8BlockTensor`), of token_axis -2 and -3, under
-    that recipe or none; what it misses for a pass raises, and without a proxy it gets no gradient.
+    w, and from the inverse RoPE in x's dtype; "fp8_block", or an `FP8BlockRecipe`: in blocks of 128, from the float32
+    inverse RoPE. x (if norm_scale is None) and w may be an `MXFP8Tensor` (`FP8Tensor`, `FP8BlockTensor`), of token_axis
+    -2 and -3, under that recipe or none; what it misses for a pass raises, and without a proxy it gets no gradient.
     out: None, or "mxfp8": q is an `MXFP8Tensor` with both copies, token_axis -3, quantised from float32. (NVIDIA's
     kernel, "cudnn", rounds to bfloat16 on the way: docs/blackwell.md.)
 
@@ -146,17 +145,13 @@ def _backward(implementation: str, static: Static, saved: Residuals, dq):
     given, static = static.rope, static.using(implementation)
     project, cos, sin, projected = saved
     adjoint, summed = static.rope.adjoint(), None
-    recipe, one_gemm = static.project.recipe, static.project.x.frozen or static.project.w.frozen
-    if recipe is None:
+    one_gemm = static.project.x.frozen or static.project.w.frozen
+    if static.project.recipe is None or static.project.fp8:
         dz = rope.raw(adjoint, dq, cos, sin)
-    elif one_gemm or static.project.blocks or (static.project.fp8 and implementation == "xla"):
-        # It is read in one direction; or there is no kernel.
+    elif one_gemm or static.project.blocks:  # it is read in one direction; or there is no kernel
         dz = rope.raw(adjoint, rope.wide(dq), cos, sin)
     else:  # quantised both ways as it is rotated
-        if static.project.fp8:
-            dz = fp8_heads.rotated(adjoint, recipe, dq, cos, sin)
-        else:
-            dz = rope_quantize.raw(adjoint, dq, cos, sin, products=operands.products(dq.dtype))
+        dz = rope_quantize.raw(adjoint, dq, cos, sin, products=operands.products(dq.dtype))
         if project.bias is not None:  # rotated again in the sum over tokens, in float32 and never written
             summed = rope.raw(dataclasses.replace(adjoint, implementation="xla"), rope.wide(dq), cos, sin)
     dx, dw, dscale, dbias = linear.project_backward(static.project, project, dz, summed)

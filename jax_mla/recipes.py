@@ -10,15 +10,19 @@ class FP8Recipe:
     """The recipe "fp8" with its options: Transformer Engine's Float8CurrentScaling.
 
     grad_format: what cotangents are quantised to, "e5m2" (Transformer Engine's Format.HYBRID) or "e4m3" (Format.E4M3);
-    all else is E4M3. power_of_two: scales rounded down to powers of two.
+    all else is E4M3. power_of_two: scales rounded down to powers of two. quantize_attention: q, k, v and attention's
+    output are quantised too, so that what `mla` keeps of them for the backward pass are codes: half the bytes. What
+    attention multiplies are then their values, in x's dtype.
     """
 
     grad_format: str = "e5m2"
     power_of_two: bool = False
+    quantize_attention: bool = False
 
     def __post_init__(self):
         checks.choice("grad_format", self.grad_format, tuple(fp8_bits.CODES))
-        object.__setattr__(self, "power_of_two", checks.static_bool("power_of_two", self.power_of_two))
+        for name in ("power_of_two", "quantize_attention"):
+            object.__setattr__(self, name, checks.static_bool(name, getattr(self, name)))
 
 
 @dataclasses.dataclass(frozen=True)

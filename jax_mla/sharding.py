@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_mla.ffi import triton
+from jax_mla import fp8_einsum
 from jax_mla.ffi.varying import vary_like, varying
 
 Axes = tuple[str, ...]  # the mesh axes one dim is sharded over, () for none
@@ -79,18 +79,19 @@ def follow(parameter: jax.Array, y: jax.Array | None = None) -> jax.Array:
     return parameter if mesh is None or spec(parameter) == wanted else reshard(parameter, mesh, _partition(wanted))
 
 
-def whole_tokens(x: jax.Array) -> jax.Array:
-    """x [B, T, ...] with every token on every device, its other dims and those of its cotangent spread as they were.
+def whole_tokens(x: jax.Array, tokens: int = 1) -> jax.Array:
+    """x [B, T, ...], or with that axis of tokens, with every token on every device, its other dims and those of its
+    cotangent spread as they were.
 
     Under an Explicit mesh it is gathered if its type says that it must be; under an Auto one, where no type does, XLA
     is told, and gathers what is spread."""
-    mesh = jax.typeof(x).sharding.mesh
+    mesh, tokens = jax.typeof(x).sharding.mesh, tokens % x.ndim
     auto = not mesh.empty and all(kind != AxisType.Explicit for kind in mesh.axis_types)
     if auto and AxisType.Auto in mesh.axis_types:
-        dims = [None if axis == 1 else PartitionSpec.UNCONSTRAINED for axis in range(x.ndim)]
+        dims = [None if axis == tokens else PartitionSpec.UNCONSTRAINED for axis in range(x.ndim)]
         return _constrained(NamedSharding(mesh, PartitionSpec(*dims)), x)
-    dims = spec(x)
-    return reshard(x, mesh, _partition([dims[0], (), *dims[2:]])) if dims[1] else x
+    dims = [() if axis == tokens else axes for axis, axes in enumerate(spec(x))]
+    return reshard(x, mesh, _partition(dims)) if spec(x)[tokens] else x
 
 
 # Outside jit a constraint may leave no dim open.
@@ -332,7 +333,7 @@ def einsum(equation: str, x, w, dtype, like: jax.Array | None = None, scales: tu
     Under an Explicit mesh: x keeps its sharding, w follows x in the letters they share and is gathered over mesh axes
     that x already uses (FSDP); the result keeps what is left, or has the sharding of `like`.
     """
-    run = jnp.einsum if scales is None else functools.partial(_of_codes, scales)
+    run = jnp.einsum if scales is None else functools.partial(fp8_einsum.einsum, scales)
     mesh = _explicit_mesh(x, w)
     if mesh is None:
         return run(equation, x, w, preferred_element_type=dtype)
@@ -347,19 +348,3 @@ def einsum(equation: str, x, w, dtype, like: jax.Array | None = None, scales: tu
     out = spec(like) if like is not None else [dims[name] for name in out_names]
     sharding = NamedSharding(mesh, _partition(out))
     return run(equation, x, w, preferred_element_type=dtype, out_sharding=sharding)
-
-
-def _of_codes(scales: tuple, equation: str, x, w, *, preferred_element_type, **options) -> jax.Array:
-    """`jnp.einsum` of codes times scales. For a GPU so spelled that XLA makes an FP8 GEMM of it, to which it gives the
-    scales as they are, in float32, however they are cast here (a test reads the compiled text); elsewhere in float32.
-    """
-    capability = triton.compute_capability()
-    dtype = jnp.dtype(preferred_element_type)
-    if capability is not None and capability >= 89:
-        # Else XLA makes one GEMM of two that share a factor, and of their joined factors no FP8 one (jax 0.11, 0.12).
-        x, w = jax.lax.optimization_barrier((x, w))
-        x, w = (codes.astype(dtype) * scale.astype(dtype) for codes, scale in zip((x, w), scales, strict=True))
-        options["precision"] = jax.lax.Precision.DEFAULT
-        return jnp.einsum(equation, x, w, preferred_element_type=dtype, **options)
-    x, w = (codes.astype(jnp.float32) * scale for codes, scale in zip((x, w), scales, strict=True))
-    return jnp.einsum(equation, x, w, preferred_element_type=jnp.float32, **options).astype(dtype)

@@ -4,9 +4,9 @@ Hopper's FP8 GEMMs want both operands contiguous along what they contract, so a 
 contract along different axes is wanted both ways round. Arrays are [entries, rows, columns] here, each entry with its
 own scale. The cast is the hardware's, to nearest even and saturating, of x * scale in float32.
 
-What is transposed are words of the codes of four rows, not codes: where a layout of bytes is to be turned, compiled
-kernels were wrong (triton 3.6, on a GPU alone, for float32 and for what was rotated; words and 16-bit floats were
-right). So rows come in fours.
+Transposed codes are of 16-bit floats alone. There the compiler turns what was loaded, and casts it twice: right bit for
+bit on an H200, at every size tried. Of float32 it turns codes, and triton 3.6 then gave wrong ones on the GPU (in the
+interpreter right); so it did for a rotation in front of the cast, and for words of four codes in their place.
 """
 
 import triton
@@ -28,49 +28,60 @@ def encode(x, scale, E5M2: tl.constexpr):
 
 
 @triton.jit
-def join_word(word, code, i: tl.constexpr):
-    """The i-th byte of int32 words that have none there. Not before an operation that changes nothing, which no
-    compiler knows: ptxas may fold the bytes of casts into the casts, and took wrong registers for it."""
-    return word | ((code.to(tl.int32) ^ (tl.num_programs(2) - 1)) << (8 * i))
+def turned(code):
+    """The transpose of codes, for stores. ptxas may fold bytes of casts that are put together elsewhere into the casts;
+    not past an operation that changes nothing, which no compiler knows."""
+    return tl.trans(code ^ (tl.num_programs(2) - 1).to(tl.uint8))
 
 
 @triton.jit
 def _tile(ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
-    """A program's entry, its groups of four rows, its columns, and whether the array has them."""
-    DOWN: tl.constexpr = (ROWS // 4 + BR - 1) // BR
+    """A program's entry, its rows and columns, and whether the array has them."""
+    DOWN: tl.constexpr = (ROWS + BR - 1) // BR
     ACROSS: tl.constexpr = (COLUMNS + BC - 1) // BC
     program = tl.program_id(0)
     entry = (program // (DOWN * ACROSS)).to(tl.int64)
-    group = (program // ACROSS % DOWN * BR + tl.arange(0, BR)).to(tl.int64)
-    column = (program % ACROSS * BC + tl.arange(0, BC)).to(tl.int64)
-    return entry, group, column, (group < ROWS // 4)[:, None] & (column < COLUMNS)[None, :]
+    row = program // ACROSS % DOWN * BR + tl.arange(0, BR)
+    column = program % ACROSS * BC + tl.arange(0, BC)
+    return entry, row.to(tl.int64), column.to(tl.int64), (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
 
 
 @triton.jit
-def quantize_kernel(x, scale, codes, words, ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr,
-                    PLAIN: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):  # fmt: skip
-    """4 BR rows by BC columns: words, and with PLAIN codes."""
-    WHOLE: tl.constexpr = (ROWS % (4 * BR) == 0) & (COLUMNS % BC == 0)
-    entry, group, column, mask = _tile(ROWS, COLUMNS, BR, BC)
-    factor = tl.load(scale + entry)
-    word = tl.zeros((BR, BC), tl.int32)
-    for i in tl.static_range(4):
-        at = entry * (ROWS * COLUMNS) + (4 * group + i)[:, None] * COLUMNS + column[None, :]
-        code = encode(load(x + at, mask, WHOLE).to(tl.float32), factor, E5M2)
-        if PLAIN:
-            store(codes + at, code, mask, WHOLE)
-        word = join_word(word, code, i)
-    at = entry * (ROWS // 4 * COLUMNS) + column[:, None] * (ROWS // 4) + group[None, :]
-    store(words + at, tl.trans(word), tl.trans(mask), WHOLE)
+def _store_transposed(codes, code, entry, row, column, mask, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                      WHOLE: tl.constexpr):  # fmt: skip
+    at = entry * (ROWS * COLUMNS) + column[:, None] * ROWS + row[None, :]
+    store(codes + at, turned(code), tl.trans(mask), WHOLE)
 
 
 @triton.jit
-def quantize_rows(x, scale, codes, SIZE: tl.constexpr, E5M2: tl.constexpr, BS: tl.constexpr):
-    """BS of an entry's numbers, as they lie."""
-    entry, part = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * BS + tl.arange(0, BS)
-    at = entry * SIZE + part
-    values = load(x + at, part < SIZE, SIZE % BS == 0).to(tl.float32)
-    store(codes + at, encode(values, tl.load(scale + entry), E5M2), part < SIZE, SIZE % BS == 0)
+def quantize_rows(x, scale, codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr, BR: tl.constexpr,
+                  BC: tl.constexpr):  # fmt: skip
+    WHOLE: tl.constexpr = (ROWS % BR == 0) & (COLUMNS % BC == 0)
+    entry, row, column, mask = _tile(ROWS, COLUMNS, BR, BC)
+    at = entry * (ROWS * COLUMNS) + row[:, None] * COLUMNS + column[None, :]
+    values = load(x + at, mask, WHOLE).to(tl.float32)
+    store(codes + at, encode(values, tl.load(scale + entry), E5M2), mask, WHOLE)
+
+
+@triton.jit
+def quantize_columns(x, scale, codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr, BR: tl.constexpr,
+                     BC: tl.constexpr):  # fmt: skip
+    WHOLE: tl.constexpr = (ROWS % BR == 0) & (COLUMNS % BC == 0)
+    entry, row, column, mask = _tile(ROWS, COLUMNS, BR, BC)
+    at = entry * (ROWS * COLUMNS) + row[:, None] * COLUMNS + column[None, :]
+    code = encode(load(x + at, mask, WHOLE).to(tl.float32), tl.load(scale + entry), E5M2)
+    _store_transposed(codes, code, entry, row, column, mask, ROWS, COLUMNS, WHOLE)
+
+
+@triton.jit
+def quantize_both(x, scale, codes, transposed, ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr,
+                  BR: tl.constexpr, BC: tl.constexpr):  # fmt: skip
+    WHOLE: tl.constexpr = (ROWS % BR == 0) & (COLUMNS % BC == 0)
+    entry, row, column, mask = _tile(ROWS, COLUMNS, BR, BC)
+    at = entry * (ROWS * COLUMNS) + row[:, None] * COLUMNS + column[None, :]
+    code = encode(load(x + at, mask, WHOLE).to(tl.float32), tl.load(scale + entry), E5M2)
+    store(codes + at, code, mask, WHOLE)
+    _store_transposed(transposed, code, entry, row, column, mask, ROWS, COLUMNS, WHOLE)
 
 
 # --- Launches -----------------------------------------------------------------------------------------------------
@@ -80,27 +91,25 @@ USAGES = ("rowwise", "columnwise", "both")
 FORMATS = ("e4m3", "e5m2")
 
 
-def supports(rows: int) -> str | None:
-    """Why so many rows cannot be transposed, or None."""
-    return f"found {rows} rows, wants a multiple of 4" if rows % 4 else None
+def supports(usage: str, dtype: str) -> str | None:
+    """Why there is no such kernel, or None."""
+    return None if usage == "rowwise" or dtype != "float32" else "found float32, wants 16 bits for transposed codes"
 
 
-def quantize(entries: int, rows: int, columns: int, usage: str, format: str = "e4m3", arch: int = HOPPER) -> Launch:
-    """x [entries, rows, columns], scale float32 [entries] -> codes, uint8 like x; words, int32 [entries, columns,
-    rows / 4], which are the bytes of codes [entries, columns, rows]; or both."""
+def quantize(entries: int, rows: int, columns: int, usage: str, dtype: str, format: str = "e4m3",
+             arch: int = HOPPER) -> Launch:  # fmt: skip
+    """x [entries, rows, columns], scale float32 [entries] -> codes, uint8: like x, [entries, columns, rows], both."""
     require(usage in USAGES, "usage", usage, f"one of {USAGES}")
     require(format in FORMATS, "format", format, f"one of {FORMATS}")
+    require(supports(usage, dtype) is None, "dtype", dtype, "16 bits wide for transposed codes")
+    plain, transposed = ((entries, rows, columns), "uint8"), ((entries, columns, rows), "uint8")
+    kernel, outputs = {
+        "rowwise": (quantize_rows, (plain,)),
+        "columnwise": (quantize_columns, (transposed,)),
+        "both": (quantize_both, (plain, transposed)),
+    }[usage]
     size, warps = blocks("fp8 quantize", entries * rows * columns, arch)
-    plain = ((entries, rows, columns), "uint8")
-    if usage == "rowwise":
-        most = size * size // 4
-        constants = (("SIZE", rows * columns), ("E5M2", format == "e5m2"), ("BS", most))
-        return Launch(quantize_rows, (cdiv(rows * columns, most), entries), (plain,), constants, warps, 1)
-    require(supports(rows) is None, "rows", rows, "a multiple of 4")
-    down, across = min(size // 4, power_of_two(rows // 4)), min(size, power_of_two(columns))
-    grid = (entries * cdiv(rows // 4, down) * cdiv(columns, across),)
-    constants = (("ROWS", rows), ("COLUMNS", columns), ("E5M2", format == "e5m2"), ("PLAIN", usage == "both"))
-    constants += (("BR", down), ("BC", across))
-    # Without plain codes their pointer is not touched.
-    outputs = (plain if usage == "both" else ((1,), "uint8"), ((entries, columns, rows // 4), "int32"))
-    return Launch(quantize_kernel, grid, outputs, constants, warps, 1)
+    down, across = min(size, power_of_two(rows)), min(size, power_of_two(columns))
+    grid = (entries * cdiv(rows, down) * cdiv(columns, across),)
+    constants = (("ROWS", rows), ("COLUMNS", columns), ("E5M2", format == "e5m2"), ("BR", down), ("BC", across))
+    return Launch(kernel, grid, outputs, constants, warps, 1)

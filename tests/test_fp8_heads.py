@@ -1,4 +1,4 @@
-"""kernels/fp8_heads.py in Triton's interpreter, or on a GPU, against numpy: codes of rotations and of joined arrays."""
+"""kernels/fp8_heads.py in Triton's interpreter, or on a GPU, against numpy."""
 
 import ml_dtypes
 import numpy as np
@@ -21,12 +21,6 @@ def cast(x, scale, format):
     product = x * scale.reshape(-1, *[1] * (x.ndim - 1)).astype(np.float32)
     codes = np.clip(product, -most, most).astype(dtype).view(np.uint8)
     return np.where(np.isnan(x), 0x7F, codes)
-
-
-def turned_bytes(words, rows):
-    """Words of four rows' codes, [entries, columns, rows / 4], as codes [entries, columns, rows]."""
-    words = to_numpy(words)
-    return words.view(np.uint8).reshape(*words.shape[:-1], rows)
 
 
 def largest(x):
@@ -52,39 +46,12 @@ def turned(x, cos, sin, kept, read, write, inverse):
 
 
 @pytest.mark.parametrize(
-    "entries,rows,heads,kept,rotary,read,write,inverse,format,dtype",
-    [
-        (1, 40, 3, 32, 16, "halves", "pairs", True, "e5m2", "bfloat16"),
-        (2, 36, 2, 24, 12, "pairs", "halves", False, "e4m3", "float32"),
-        (1, 132, 1, 200, 8, "halves", "halves", True, "e4m3", "bfloat16"),
-        (3, 4, 2, 0, 6, "pairs", "pairs", True, "e5m2", "float16"),
-    ],
-)
-def test_rotation(entries, rows, heads, kept, rotary, read, write, inverse, format, dtype):
-    dim = kept + rotary
-    x, values = draw(entries, rows, heads, dim, dtype=dtype, seed=1)
-    angles = np.random.default_rng(2).normal(size=(rows, rotary // 2)).astype(np.float32)
-    cos, sin = np.cos(angles), np.sin(angles)
-    wanted = turned(values, cos[:, None], sin[:, None], kept, read, write, inverse)
-    tables, table = [to_torch(t) for t in (cos, sin)], (rows, 0, 1)
-    flat = x.reshape(entries * rows, heads, dim)
-    (amax,) = run(fp8_heads.rope_amax(entries * rows, heads, dim, rotary, table, read, inverse), flat, *tables)
-    assert np.array_equal(to_numpy(amax), largest(wanted).reshape(-1, heads))
-    scale = np.float32(FORMATS[format][1]) / np.nanmax(np.abs(wanted), axis=(1, 2, 3))
-    launch = fp8_heads.rope_quantize(entries, rows, heads, dim, rotary, table, read, write, inverse, format)
-    codes, transposed = run(launch, x, *tables, to_torch(scale))
-    assert np.array_equal(to_numpy(codes), cast(wanted, scale, format))
-    columns = cast(wanted, scale, format).reshape(entries, rows, -1).swapaxes(1, 2)
-    assert np.array_equal(turned_bytes(transposed, rows), columns)
-
-
-@pytest.mark.parametrize(
     "entries,rows,heads,nope,rotary,value,format,dtype",
     [
         (1, 40, 3, 32, 16, 24, "e5m2", "bfloat16"),
-        (2, 36, 2, 24, 8, 40, "e4m3", "float32"),
-        (1, 8, 2, 136, 4, 8, "e4m3", "bfloat16"),
-        (1, 4, 1, 0, 4, 8, "e5m2", "bfloat16"),
+        (2, 33, 2, 24, 8, 40, "e4m3", "float16"),
+        (1, 9, 2, 136, 4, 8, "e4m3", "bfloat16"),
+        (1, 7, 1, 0, 4, 8, "e5m2", "bfloat16"),
     ],
 )
 def test_keys_and_values_side_by_side(entries, rows, heads, nope, rotary, value, format, dtype):
@@ -103,8 +70,8 @@ def test_keys_and_values_side_by_side(entries, rows, heads, nope, rotary, value,
     )  # fmt: skip
     np.testing.assert_allclose(to_numpy(dk_pe), turned_sum.reshape(entries * rows, rotary), rtol=1e-5, atol=1e-5)
     scale = np.float32(FORMATS[format][1]) / np.nanmax(np.abs(wanted), axis=(1, 2, 3))
-    launch = fp8_heads.join_quantize(entries, rows, heads, nope, rotary, value, format)
+    launch = fp8_heads.join_quantize(entries, rows, heads, nope, rotary, value, dtype, format)
     codes, transposed = run(launch, dk, dv, to_torch(scale))
     assert np.array_equal(to_numpy(codes), cast(wanted, scale, format))
     columns = cast(wanted, scale, format).reshape(entries, rows, -1).swapaxes(1, 2)
-    assert np.array_equal(turned_bytes(transposed, rows), columns)
+    assert np.array_equal(to_numpy(transposed), columns)
