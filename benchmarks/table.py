@@ -67,6 +67,34 @@ def layers(*reports: dict) -> str:
     return _markdown(head, lines)
 
 
+# Of FP8, (op, pass, variant): what it is called.
+FP8 = {
+    ("fp8_quantize", "fwd", "known amax"): "attention's output to FP8, both ways round, amax known",
+    ("fp8_quantize", "fwd", "amax too"): "the same, and amax",
+    ("q_up_fp8", "fwd", None): "norm, Q up-projection, RoPE",
+    ("q_up_fp8", "fwd", "quantized"): "the same, of a quantised weight",
+    ("q_up_fp8", "bwd", None): "their backward pass",
+    ("layer_fp8", "fwd", None): "the layer's output",
+    ("layer_fp8", "fwd_bwd", None): "the layer's output and all gradients",
+}
+FP8_LAYER = ("own", "quantized", "codes")
+
+
+def fp8(report: dict) -> str:
+    """Markdown: FP8, ours by Triton's kernels and, of the layer, as `None` chooses; beside it ours in bfloat16 ("own"),
+    of quantised weights, and keeping codes of all that attention reads and gives; and the peers, in bfloat16 but for
+    what quantises."""
+    names = ("best", "triton", "xla", *FP8_LAYER, *LAYER_PEERS)
+    lines = []
+    for (op, direction, variant), label in FP8.items():
+        rows = [r for r in report["rows"] if (r["op"], r["pass"], r.get("variant")) == (op, direction, variant)]
+        found = {r["implementation"]: f"{r['ms']:.3f} ± {r['spread'] / 2:.3f}" for r in rows}
+        if found:
+            lines.append([label, *(found.get(name, "") for name in names)])
+    names = ("ours", "triton", "xla", "bfloat16", "quantised weights", "codes", *LAYER_PEERS)
+    return _markdown(["FP8", *(name.replace("_", " ") for name in names)], lines)
+
+
 # (op, variant): what it is called.
 ATTENTIONS = {
     ("attention", None): "2 rows of 4,096",
@@ -147,7 +175,9 @@ def read(names: list[str]) -> list[dict]:
 if __name__ == "__main__":
     results = read(sys.argv[1:])
     ops = {row["op"] for report in results for row in report["rows"]}
-    if ops & {op for op, _ in ATTENTIONS}:
+    if ops & {op for op, *_ in FP8}:
+        print(fp8(*results))
+    elif ops & {op for op, _ in ATTENTIONS}:
         print(attentions(*results))
     elif ops & set(LAYERS):
         print(layers(*results))

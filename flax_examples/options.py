@@ -20,7 +20,8 @@ SETTINGS += ("pack", "pack_multiple")
 # Options that each of several processes may be given another way: what it is, and where it finds the same files.
 OWN = ("process_id", "data", "out")
 
-BLOCK = 32  # values of an MXFP8 scale
+# By recipe: of a row, half of what a device of the axis cp has is a multiple of this.
+BLOCKS = {"mxfp8": 32, "fp8_block": 64}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +38,9 @@ class Settings(Preset):
 
     @property
     def block(self) -> int:
-        """How many tokens are rounded together: neither devices nor sequences share them."""
-        return BLOCK if self.recipe == "mxfp8" else 1
+        """Tokens that are rounded together are not shared by devices: half of a device's part of a row is a multiple of
+        this."""
+        return BLOCKS.get(self.recipe, 1)
 
     def to_json(self) -> dict:
         return json.loads(json.dumps(dataclasses.asdict(self)))  # what a JSON file gives back: lists, no tuples
@@ -71,7 +73,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--preset", choices=PRESETS, help="default: small")
     add("--module", choices=MODULES, help="which Flax API the model is written in; default: linen")
     add("--dtype", choices=("float32", "bfloat16"), help="what the blocks compute in; default: float32")
-    add("--recipe", choices=("mxfp8",), help="what MLA rounds its operands to; default: nothing")
+    add("--recipe", choices=("mxfp8", "fp8", "fp8_block"), help="what MLA rounds its operands to; default: nothing")
     add("--seed", type=_integer(0, 2**31 - 1), help="of initial values, order of the data and sample; default: 0")
     for name in ("steps", "batch", "window"):
         add(f"--{name}", type=_integer(1, 2**31 - 1), help="default: the preset's")
@@ -208,10 +210,10 @@ def settle(options: argparse.Namespace, saved: dict | None) -> Settings:
         raise InputError(f"--pack-multiple: found {options.pack_multiple} without --pack, wanted both or neither")
     if settings.pack_multiple > settings.window:
         raise InputError(f"--pack-multiple: found {settings.pack_multiple}, wanted at most window = {settings.window}")
-    if settings.pack and settings.pack_multiple % settings.block:
+    if settings.pack and settings.recipe == "mxfp8" and settings.pack_multiple % settings.block:
         raise InputError(
-            f"--pack-multiple: found {settings.pack_multiple} with --recipe {settings.recipe},"
-            f" wanted a multiple of {settings.block}"
+            f"--pack-multiple: found {settings.pack_multiple} with --recipe {settings.recipe}, where no scale is of two"
+            f" sequences: wanted a multiple of {settings.block}"
         )
     if saved is not None:  # the table of presets may have been edited since
         for name, value in _flatten(settings.to_json()).items():
