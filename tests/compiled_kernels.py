@@ -46,18 +46,13 @@ LAUNCHES = {
     "norm_quantize, rowwise": (norm.norm_quantize(R, 1536, False, "rowwise"), [BF16, F32, F32]),
     "norm_quantize": (norm.norm_quantize(R, 7168, False), [BF16, F32, F32]),
     "norm_backward": (norm.norm_backward(R, 7168, False, BF16), [BF16, F32, F32, BF16]),
-    "fp8 quantize rowwise": (fp8.quantize(1, R, 7168, "rowwise"), [BF16, F32]),
-    "fp8 quantize columnwise, ragged": (fp8.quantize(1, R, 576 + 5, "columnwise"), [BF16, F32]),
-    "fp8 quantize both": (fp8.quantize(1, R, 7168, "both"), [BF16, F32]),
-    "fp8 quantize both, float32": (fp8.quantize(1, 1536, H * 192, "both"), [F32, F32]),
-    "fp8 quantize both, e5m2": (fp8.quantize(1, R, 7168, "both", "e5m2"), [BF16, F32]),
-    "fp8 rope amax": (fp8_heads.rope_amax(R, H, 192, 64, TABLE, "halves", True), [BF16, F32, F32]),
+    "fp8 quantize rowwise": (fp8.quantize(1, R, 7168, "rowwise", BF16), [BF16, F32]),
+    "fp8 quantize rowwise, float32": (fp8.quantize(1, 1536, H * 192, "rowwise", F32), [F32, F32]),
+    "fp8 quantize columnwise, ragged": (fp8.quantize(1, R, 576 + 5, "columnwise", BF16), [BF16, F32]),
+    "fp8 quantize both": (fp8.quantize(1, R, 7168, "both", BF16), [BF16, F32]),
+    "fp8 quantize both, e5m2": (fp8.quantize(1, R, 7168, "both", BF16, "e5m2"), [BF16, F32]),
     "fp8 split amax": (fp8_heads.split_amax(R, H, 128, 64, 128, TABLE, "pairs", "halves"), [BF16, BF16, F32, F32]),
-    "fp8 rope_quantize": (
-        fp8_heads.rope_quantize(1, R, H, 192, 64, TABLE, "halves", "pairs", True, "e5m2"),
-        [BF16, F32, F32, F32],
-    ),
-    "fp8 join_quantize": (fp8_heads.join_quantize(1, R, H, 128, 64, 128, "e4m3"), [BF16, BF16, F32]),
+    "fp8 join_quantize": (fp8_heads.join_quantize(1, R, H, 128, 64, 128, BF16, "e4m3"), [BF16, BF16, F32]),
 }
 
 

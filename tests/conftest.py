@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -11,14 +12,19 @@ sys.path[:0] = [
     str(ROOT),
     str(ROOT / "tests"),
 ]  # tests run from a checkout: flax_examples and benchmarks are not installed
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # For this run of the suite: its workers and the processes that tests start compile much that another has compiled.
+    _compiled = tempfile.TemporaryDirectory(prefix="jax_mla-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+    os.environ |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    # Most of the suite's time is compiling: LLVM's expensive passes buy nothing at these sizes.
+    # Most of the suite's time is compiling: what LLVM makes faster buys nothing at these sizes.
     os.environ["XLA_FLAGS"] = " ".join(
         [
             os.environ.get("XLA_FLAGS", ""),
             "--xla_force_host_platform_device_count=8",
             "--xla_llvm_disable_expensive_passes=true",
-            "--xla_backend_optimization_level=1",
+            "--xla_backend_optimization_level=0",
             # A module in 32 parts is for machines with more cores than tests run at once.
             "--xla_cpu_parallel_codegen_split_count=1",
         ]

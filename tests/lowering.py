@@ -111,11 +111,14 @@ OPS = {
     "mla": (lambda p, x: mla(p, x, CONFIG, implementation=("triton", "xla")), [PARAMS, array(B, T, 128)]),
     # By what None takes.
     "attention, packed": (lambda *a: attention(*a, cu_seqlens=jnp.array([[0, 7, T]] * B)), [X, X, array(B, T, H, 128)]),
-    "attention, by ids": (lambda *a: attention(*a, segment_ids=jnp.ones((B, T), int)), [X, X, array(B, T, H, 128)]),
     "attention, largest logits": (lambda *a: attention(*a, return_max_logit=True), [X, X, array(B, T, H, 128)]),
     "attention": (attention, [X, X, array(B, T, H, 128)]),
 }
 FORWARD = {
+    "attention, by ids": (
+        lambda *a: attention(*a, segment_ids=jnp.ones((B, T), int)),
+        [X, X, array(B, T, H, 128)],
+    ),
     "swizzle_scales": (lambda s: swizzle_scales(s, token_axis=-3, **ONE), [array(B, T, H, 6, dtype=jnp.uint8)]),
     "vmap swizzle_scales": (
         jax.vmap(lambda s: swizzle_scales(s, token_axis=-3, **ONE)),

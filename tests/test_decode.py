@@ -48,6 +48,14 @@ def case(config=CONFIG, dtype=jnp.float32, seed=0):
     return params, draw(rng, B, T, config.hidden_size, dtype=dtype)
 
 
+def jitted(function, config, **options):
+    """Of (params, x, cache), compiled whole: outside of jit every operation would be, one by one."""
+    return jax.jit(lambda params, x, cache: function(params, x, config, cache, **options))
+
+
+whole = jax.jit(mla, static_argnums=2)
+
+
 def rows(x, starts, count):
     return jnp.stack([x[r, s : s + count] for r, s in enumerate(starts)])
 
@@ -58,18 +66,18 @@ def test_prompts_of_different_lengths_and_steps(name, dtype, tolerance):
     """Prefill, single steps under jit, then a step of several tokens: the rows of the layer on all of it."""
     config = CONFIGS[name]
     params, x = case(config, dtype)
-    wanted = mla(params, x, config)
+    wanted = whole(params, x, config)
     noisy = jnp.where(jnp.arange(8)[:, None] < PROMPTS[:, None, None], x[:, :8], jnp.nan)  # padding reaches nothing
-    y, cache = prefill(params, noisy, config, init_cache(config, B, S, dtype), lengths=PROMPTS)
+    y, cache = jitted(prefill, config, lengths=PROMPTS)(params, noisy, init_cache(config, B, S, dtype))
     for r, count in enumerate(PROMPTS):
         assert_close(y[r, :count], wanted[r, :count], tolerance)
         assert not np.any(np.asarray(y[r, count:], np.float32)) and not np.any(
             np.asarray(cache.latents[r, count:], np.float32)
         )
-    step = jax.jit(lambda cache, x: decode(params, x, config, cache))
+    step = jitted(decode, config)
     at = PROMPTS.copy()
     for _ in range(2):
-        y, cache = step(cache, rows(x, at, 1))
+        y, cache = step(params, rows(x, at, 1), cache)
         assert_close(y, rows(wanted, at, 1), tolerance)
         at += 1
     # The first row has two of three tokens, the second waits, the third has all.
@@ -77,7 +85,7 @@ def test_prompts_of_different_lengths_and_steps(name, dtype, tolerance):
     given = jnp.where(
         jnp.arange(3)[:, None] < counts[:, None, None], rows(jnp.pad(x, ((0, 0), (0, 3), (0, 0))), at, 3), jnp.nan
     )
-    y, cache = decode(params, given, config, cache, lengths=counts)
+    y, cache = jitted(decode, config, lengths=counts)(params, given, cache)
     for r, count in enumerate(counts):
         assert_close(y[r, :count], wanted[r, at[r] : at[r] + count], tolerance)
         assert not np.any(np.asarray(y[r, count:], np.float32))
@@ -111,11 +119,12 @@ def test_a_full_cache_is_an_error():
 
 def test_prefill_starts_anew_and_waiting_rows_stay():
     params, x = case()
-    _, used = prefill(params, x, CONFIG, init_cache(CONFIG, B, S, jnp.float32))
-    _, again = prefill(params, x[:, :4], CONFIG, used)
-    _, fresh = prefill(params, x[:, :4], CONFIG, init_cache(CONFIG, B, S, jnp.float32))
+    fill = jitted(prefill, CONFIG)
+    _, used = fill(params, x, init_cache(CONFIG, B, S, jnp.float32))
+    _, again = fill(params, x[:, :4], used)
+    _, fresh = fill(params, x[:, :4], init_cache(CONFIG, B, S, jnp.float32))
     assert_same(again, fresh)
-    _, same = decode(params, x[:, :1], CONFIG, fresh, lengths=[0, 0, 0])
+    _, same = jitted(decode, CONFIG, lengths=[0, 0, 0])(params, x[:, :1], fresh)
     assert_same(same, fresh)
 
 
@@ -131,16 +140,16 @@ def test_transformations():
         return jax.lax.scan(step, cache, x.swapaxes(0, 1))
 
     cache, ys = jax.jit(run, donate_argnums=0)(init_cache(CONFIG, B, S, jnp.float32), x)
-    assert_close(ys.swapaxes(0, 1), mla(params, x, CONFIG))
+    assert_close(ys.swapaxes(0, 1), whole(params, x, CONFIG))
     stacked = jax.tree.map(lambda a: jnp.stack([a, a]), init_cache(CONFIG, B, S, jnp.float32))
     both = jnp.stack([x, x[::-1]])
-    y, _ = jax.vmap(lambda cache, x: decode(params, x, CONFIG, cache))(stacked, both)
-    assert_close(y[1], mla(params, both[1], CONFIG))
+    y, _ = jax.jit(jax.vmap(lambda cache, x: decode(params, x, CONFIG, cache)))(stacked, both)
+    assert_close(y[1], whole(params, both[1], CONFIG))
     config = MLAConfig(64, 2, 32, 32, 32, 32, 32)
     weights = quantize_params(init(jax.random.key(0), config), config, usage="columnwise")
     x = draw(np.random.default_rng(0), 1, 4, 64)
-    y, _ = decode(weights, x, config, init_cache(config, 1, 4, jnp.float32))
-    assert_close(y, mla(weights, x, config))
+    y, _ = jitted(decode, config)(weights, x, init_cache(config, 1, 4, jnp.float32))
+    assert_close(y, whole(weights, x, config))
 
 
 def test_modules():
@@ -239,8 +248,8 @@ def test_over_devices(kind):
     config = dataclasses.replace(CONFIG, num_heads=4)
     rng = np.random.default_rng(1)
     params, x = init(jax.random.key(1), config), draw(rng, 4, 8, config.hidden_size)
-    wanted = mla(params, x, config)[:, 5:7]
-    _, cache = prefill(params, x[:, :5], config, init_cache(config, 4, S, jnp.float32))
+    wanted = whole(params, x, config)[:, 5:7]
+    _, cache = jitted(prefill, config)(params, x[:, :5], init_cache(config, 4, S, jnp.float32))
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind or AxisType.Auto,) * 2)
     step = lambda params, cache, x: decode(params, x, config, cache)  # noqa: E731
     if kind is None:

@@ -54,6 +54,7 @@ def test_implementations_say_what_runs_here_and_why_the_rest_does_not():
         "kv_up_proj_rope",
         "attention",
         "quantize_mxfp8",
+        "quantize_fp8",
         "dequantize",
         "rms_norm_quantize",
         "swizzle_scales",

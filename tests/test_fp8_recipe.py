@@ -389,20 +389,25 @@ def test_parameters_quantised_before():
 
 def test_scan_over_layers_with_stacked_residuals():
     """Two layers, rematerialised, x donated: as one after the other."""
-    params, x, c = layer_inputs()
-    other = parameters(seed=8)
+    x, w, c = inputs((B, T, R), (2, R, R), (B, T, R))
 
-    def run(stacked, x, c):
-        layer = lambda x, p: (mla(p, x, CONFIG, recipe="fp8", segment_ids=IDS, remat="nothing"), None)  # noqa: E731
-        y, pullback = jax.vjp(lambda p, x: jax.lax.scan(layer, x, p)[0], stacked, x)
+    def layer(x, w):
+        return jnp.tanh(linear(x, w, recipe="fp8")), None
+
+    def scanned(policy, x, w, c):
+        body = jax.checkpoint(layer, policy=policy)
+        y, pullback = jax.vjp(lambda x, w: jax.lax.scan(body, x, w)[0], x, w)
         return y, pullback(c)
 
-    stacked = {n: np.stack([params[n], other[n]]) for n in params}
-    found = jax.jit(run, donate_argnums=1)(stacked, jax.device_put(x), c)
-    y_1, _ = compiled(PLAIN)(params, x, c)
-    y_2, (dp_2, dx_2) = compiled(PLAIN)(other, y_1, c)
-    _, (dp_1, dx_1) = compiled(PLAIN)(params, x, dx_2)
-    assert_close(found, (y_2, ({n: np.stack([dp_1[n], dp_2[n]]) for n in params}, dx_1)), 1e-4)
+    @jax.jit
+    def one_by_one(x, w, c):
+        y, pullback = jax.vjp(lambda x, w: layer(layer(x, w[0])[0], w[1])[0], x, w)
+        return y, pullback(c)
+
+    wanted = one_by_one(x, w, c)
+    for policy in (jax.checkpoint_policies.nothing_saveable, jax.checkpoint_policies.everything_saveable):
+        run = jax.jit(functools.partial(scanned, policy), donate_argnums=0)
+        assert_close(run(jnp.copy(x), w, c), wanted, 1e-4)
 
 
 def test_vmap_has_a_scale_an_entry():
