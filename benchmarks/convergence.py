@@ -4,6 +4,8 @@
 """
 
 import argparse
+import datetime
+import io
 import json
 import shlex
 import subprocess
@@ -28,7 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, help="and their curves, a PNG")
     args, options = parser.parse_known_args(argv)
     asked = " ".join(["--recipes", *args.recipes, *map(shlex.quote, options)])
-    report = {"command": f"python -m benchmarks.convergence {asked}", "runs": {}}
+    command = f"python -m benchmarks.convergence {asked}"
+    report = {"command": command, "date": datetime.date.today().isoformat(), "runs": {}}
     for recipe in args.recipes:
         report["runs"][recipe] = train([*options, *(() if recipe == "none" else ("--recipe", recipe))])
     args.json.write_text(json.dumps(report, indent=None, separators=(",", ":")) + "\n", encoding="utf-8")
@@ -63,8 +66,6 @@ def table(report: dict) -> str:
 
 def picture(report: dict) -> bytes:
     """Training loss and held-out bits of every run, and below how far each is from the one without a recipe."""
-    import io
-
     import numpy as np
     from matplotlib.figure import Figure
 

@@ -69,6 +69,7 @@ def curve(settings: Settings, history: dict, bits: dict[str, float]) -> bytes:
         xlabel="step",
         ylabel="bits per byte",
         title=f"{settings.preset}, {settings.module}, {settings.dtype}, seed {settings.seed}"
+        + f", {settings.recipe}" * (settings.recipe is not None)
         + ", packed" * settings.pack,
     )
     steps, losses = np.array(history["loss"]).T

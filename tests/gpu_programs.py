@@ -197,6 +197,37 @@ def layer_on_eight(_) -> dict:
     return said(run, params, x)
 
 
+def fp8_on_eight(_) -> dict:
+    """The layer in FP8 and its gradients, batch and parameters over 4 and heads over 2 GPUs of an Auto mesh: the types
+    of what collectives give, and how many GEMMs of which kind a GPU does."""
+    mesh = Mesh(np.reshape(gpus("1x1x8"), (4, 2)), ("data", "model"))
+    config = MLAConfig(512, 8, 256, 128, NOPE, ROTARY, V)
+    specs = {"wq_a": P("data"), "wkv_a": P("data"), "wq_b": P("data", "model"), "wkv_b": P("data", "model")}
+    specs["wo"] = P("model", None, "data")
+
+    def array(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    def step(params, x, dy):
+        run = functools.partial(mla, config=config, recipe="fp8", implementation=("cudnn", "triton", "xla"))
+        y, pullback = jax.vjp(run, params, x)
+        return y, pullback(dy)
+
+    params = jax.eval_shape(lambda: init(jax.random.key(0), config))
+    params = {name: array(a.shape, a.dtype, specs.get(name, P())) for name, a in params.items()}
+    x = array((4, 256, config.hidden_size), BF16, P("data"))
+    outputs = jax.tree.map(lambda a: a.sharding, (x, (params, x)))
+    traced = jax.jit(step, out_shardings=outputs).trace(params, x, x)
+    text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    found = {name: [] for name in COLLECTIVES}
+    for line in text.splitlines():
+        for name in COLLECTIVES:
+            if f" {name}(" in line or f" {name}-start(" in line:
+                given = _SHAPE.findall(line.partition(" = ")[2].partition(f" {name}")[0])
+                found[name] += [f"{dtype}[{dims}]" for dtype, dims in given]
+    return found | {"gemms": Counter(re.findall(r'"(__cublas[^"]*)"', text))}
+
+
 def context_on_eight(_) -> dict:
     """The same of packed rows whose tokens are spread too: batch, tokens and heads over 2 GPUs each."""
     mesh = Mesh(np.reshape(gpus("1x1x8"), (2, 2, 2)), ("data", "context", "model"))
@@ -253,6 +284,7 @@ def attention_alone(sharding) -> dict:
 
 # What is not an up-projection, by name.
 OTHERS = {"fp8": layer_in_fp8, "mesh": layer_on_eight, "context": context_on_eight, "attention": attention_alone}
+OTHERS["fp8 mesh"] = fp8_on_eight
 
 _INSTRUCTION = re.compile(r"(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)")
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,]*)\]")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.table import attentions, layers, table
+from benchmarks import convergence
+from benchmarks.table import attentions, fp8, layers, table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -73,3 +74,40 @@ def test_the_performance_tables_are_the_committed_results():
         if (r["pass"], r["implementation"]) == ("fwd_bwd", "best")
     }
     assert f"costs {100 * (both['layer_mxfp8'] / both['layer'] - 1):.0f} % of bfloat16's time" in page
+
+
+def committed(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_the_fp8_tables_are_the_committed_results():
+    page = (ROOT / "docs" / "fp8.md").read_text(encoding="utf-8")
+    reports = committed("fp8-h200"), committed("fp8-xla-transposes-h200")
+    for report in reports:
+        assert fp8(report) in page and report["command"] in page
+    layer = [
+        {r["implementation"]: r for r in report["rows"] if (r["op"], r["pass"]) == ("layer_fp8", "fwd_bwd")}
+        for report in reports
+    ]
+    forward = {r["implementation"]: r for r in reports[0]["rows"] if (r["op"], r["pass"]) == ("layer_fp8", "fwd")}
+    assert f"{layer[0]['own']['ms'] / layer[0]['best']['ms']:.2f} times as fast as ours in bfloat16" in page
+    errors = [f"{forward[name]['error']:.3f} | {layer[0][name]['error']:.3f}" for name in ("own", "best")]
+    trained = committed("convergence-cpu")["runs"]
+    bits = [f"{trained[name]['bits_per_byte']['after']:.3f}" for name in ("none", "fp8", "fp8_block")]
+    times = [f"{layer[i][n]['ms'] / layer[i]['own']['ms']:.2f}" for i, n in ((0, "best"), (1, "codes"))]
+    assert f"| {errors[0]} | 1 | 183 kB | {bits[0]} |" in page
+    assert f"| {errors[1]} | {times[0]} | 194 kB (96 with `quantize_attention`, {times[1]}) | {bits[1]} |" in page
+    assert f"| 194 kB | {bits[2]} |" in page
+
+
+def test_every_recipe_learns_as_much():
+    """Held-out bits per byte, within 1 %; from committed runs of a whole training."""
+    report, page = committed("convergence-cpu"), (ROOT / "docs" / "fp8.md").read_text(encoding="utf-8")
+    runs = report["runs"]
+    assert convergence.table(report) in page and report["command"] in page
+    plain = runs["none"]["bits_per_byte"]["after"]
+    for recipe in ("fp8", "fp8_block"):
+        run = runs[recipe]
+        assert run["settings"] == runs["none"]["settings"] | {"recipe": recipe}
+        assert run["bits_per_byte"]["after"] != plain and abs(run["bits_per_byte"]["after"] / plain - 1) < 0.01
+    assert convergence.picture(report).startswith(b"\x89PNG")

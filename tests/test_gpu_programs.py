@@ -4,6 +4,7 @@ is kept between the passes. Compiled for an H200, not run."""
 
 import importlib.metadata
 import os
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -108,12 +109,29 @@ def test_passes_over_memory(monkeypatch):
 def test_kernels_under_an_auto_mesh_gather_nothing(monkeypatch):
     """XLA cannot look into a launch: what is told about the ops keeps it from gathering the arrays. Eight GPUs: the
     partial sums of y and dx over heads, of dk_pe over heads, and of parameters' gradients over the batch."""
-    found = compiled(monkeypatch, "mesh")["mesh"]
+    programs = compiled(monkeypatch, "mesh", "fp8 mesh")
+    fp8_gathers_codes(programs["fp8 mesh"])
+    found = programs["mesh"]
     assert (found.pop("kernels"), found.pop("attention")) == (8, 2)
     assert [name for name, sizes in found.items() if sizes] == ["all-reduce"], found
     assert 2 * 256 * ROTARY in found["all-reduce"], "the shared rotary key's gradient, once"
     activation = 2 * 256 * 8 // 4 * 192  # of a GPU: batch 4 over 2, 8 heads over 4
     assert activation not in found["all-reduce"], found
+
+
+def fp8_gathers_codes(found: dict) -> None:
+    """In FP8, with parameters spread like the batch too: of weights codes are gathered, a byte a number, and nothing
+    else is; every GEMM is an FP8 one; dW is summed in float32. (What is asynchronous lists what it reads as well.)"""
+    assert found["gemms"] == {"__cublas$lt$matmul$f8": 15}
+    gathered = [re.fullmatch(r"f8e4m3fn\[([\d,]+)\]", array) for array in found["all-gather"]]
+    assert all(gathered), found["all-gather"]
+    # Of wq_b, wkv_b and wo a GPU has half of the heads.
+    weights = {(512, 256), (512, 192), (256, 4, 192), (128, 4, 256), (4, 128, 512)}
+    spread = {tuple(sorted(w[:i] + (n // 4,) + w[i + 1 :])) for w in weights for i, n in enumerate(w)}
+    sizes = {tuple(sorted(map(int, array[1].split(",")))) for array in gathered}
+    assert sizes <= spread | {tuple(sorted(w)) for w in weights}, sizes
+    assert all(array.startswith("f32[") for array in found["reduce-scatter"])
+    assert any(array == "s32[2]" for array in found["all-reduce"]), "amax of several tensors at once"
 
 
 def test_context_parallelism_gathers_latents(monkeypatch):
