@@ -258,8 +258,9 @@ def test_unknown_ops_and_presets(capsys):
             benchmarks.main(arguments)
 
 
-# `test_scaling.py` has those that are compiled, not timed.
-TIMED = [p for p in sorted((ROOT / "benchmarks" / "results").glob("*.json")) if not p.name.startswith("scaling")]
+# `test_scaling.py` has those that are compiled, not timed, `test_docs.py` those of training.
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+TIMED = [path for path in RESULTS if not path.name.startswith(("scaling", "convergence"))]
 
 
 @pytest.mark.parametrize("path", TIMED, ids=lambda p: p.name)

@@ -104,6 +104,7 @@ def test_every_recipe_learns_as_much():
     """Held-out bits per byte, within 1 %; from committed runs of a whole training."""
     report, page = committed("convergence-cpu"), (ROOT / "docs" / "fp8.md").read_text(encoding="utf-8")
     runs = report["runs"]
+    assert report["date"] and all({"device", "versions"} <= set(run) for run in runs.values())
     assert convergence.table(report) in page and report["command"] in page
     plain = runs["none"]["bits_per_byte"]["after"]
     for recipe in ("fp8", "fp8_block"):
