@@ -108,7 +108,7 @@ _rounded.defvjp(_rounded_fwd, _rounded_bwd)
 
 def layer_fp8(preset, tokens: int, repeats: int, seed: int) -> list[dict]:
     """Ours in FP8, also of weights that were `quantized` before, and keeping `codes` of all that attention reads and
-    gives, beside ours, `own`, and the peers in the preset's dtype."""
+    gives, beside ours under the other recipes, ours without one, `own`, and the peers in the preset's dtype."""
     return layer(preset, tokens, repeats, seed, "fp8")
 
 
@@ -127,9 +127,10 @@ def layer(preset, tokens: int, repeats: int, seed: int, recipe: str | None = Non
         ours = candidates["xla" if "xla" in candidates else "best"]
         codes = jax_mla.FP8Recipe(quantize_attention=True)
         candidates |= {"quantized": ours, "codes": functools.partial(_ours, config, codes, None)}
-        candidates["own"] = functools.partial(_ours, config, None, None)
+        others = {"own": None, "fp8_block": "fp8_block"} | ({"mxfp8": "mxfp8"} if tokens % 32 == 0 else {})
+        candidates |= {name: functools.partial(_ours, config, other, None) for name, other in others.items()}
         tensors = jax.jit(lambda params: jax_mla.quantize_params(params, config, recipe=recipe))(params)
-        given |= dict(quantized=tensors, codes=params, own=params)
+        given = dict.fromkeys(candidates, params) | dict(quantized=tensors)
     wanted = _exact(config, params, x, dy)
     rows = []
     for direction in ("fwd", "fwd_bwd"):
