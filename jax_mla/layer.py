@@ -59,8 +59,9 @@ def mla(
     implementation: of every op; see `implementations()`.
 
     Returns y [B, T, M] in x's dtype (then, if asked, max_logit, float32 [H]), computed in it; weights are cast to it
-    inside the ops, so a float32 parameter's gradient is never rounded to bfloat16. Checkpoint names: query_wa_proj,
-    mla_q, kv_wa_proj, mla_kv, query_proj, key_proj, value_proj, attention_out, attention_lse, out_proj.
+    inside the ops, so a float32 parameter's gradient is never rounded to bfloat16. Checkpoint names: mla_x (x's codes
+    under a recipe), query_wa_proj, mla_q, kv_wa_proj, mla_kv, query_proj, key_proj, value_proj, attention_out,
+    attention_lse, out_proj.
 
     Raises ValueError or TypeError naming the argument; NotImplementedError if no implementation fits.
     """
@@ -144,15 +145,18 @@ def _flow(
 
 
 def _quantized(x: jax.Array, recipe: Recipe, implementation: dispatch.Choice) -> operands.Operand:
-    """x as both down-projections multiply it, quantised once, and as bytes: what both keep of it is one array."""
+    """x as both down-projections multiply it, quantised once, and as bytes: what both keep of it is one array. Its name
+    lets a remat policy keep codes in x's place."""
     if recipe is None:
         return x
     both = dict(usage="both", implementation=implementation)
     if isinstance(recipe, FP8Recipe):
-        return fp8.quantize_fp8(x, power_of_two=recipe.power_of_two, **both).bytes()
-    if isinstance(recipe, FP8BlockRecipe):
-        return fp8_block.quantize_fp8_block(x, usage="both", power_of_two=recipe.power_of_two).bytes()
-    return mxfp8.quantize_mxfp8(x, **both).bytes()
+        t = fp8.quantize_fp8(x, power_of_two=recipe.power_of_two, **both)
+    elif isinstance(recipe, FP8BlockRecipe):
+        t = fp8_block.quantize_fp8_block(x, usage="both", power_of_two=recipe.power_of_two)
+    else:
+        t = mxfp8.quantize_mxfp8(x, **both)
+    return operands.named(t.bytes(), "mla_x")
 
 
 def _whole(operand: operands.Operand | None) -> operands.Operand | None:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 
-from jax_mla import checks, layer, params
+from jax_mla import checks, dispatch, layer, params, recipes
+from jax_mla import remat as policies
 from jax_mla.config import MLAConfig
 from jax_mla.decode import LatentCache, decode, prefill
 from jax_mla.recipes import Recipe
@@ -33,6 +34,9 @@ class MLA(nnx.Module):
         remat: str | None = None,
         implementation: Any = None,
     ):
+        recipes.check(recipe)
+        policies.check(remat)
+        dispatch.check(implementation)
         self.config = config
         self.dtype = dtype
         self.recipe = recipe

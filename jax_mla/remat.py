@@ -6,9 +6,10 @@ import jax
 
 from jax_mla import checks
 
-_LATENTS = ("query_wa_proj", "kv_wa_proj", "attention_out", "attention_lse")
+_LATENTS = ("mla_x", "query_wa_proj", "kv_wa_proj", "attention_out", "attention_lse")
 
-# Each policy keeps the values of these checkpoint names (and every policy the layer's input and parameters).
+# Each policy keeps the values of these checkpoint names, and every policy the parameters and the layer's input: in its
+# place those that have "mla_x" keep a recipe's codes of it.
 POLICIES = {
     # The latents and attention's output: the backward pass runs the up-projections again, but not attention.
     "latents": _LATENTS,

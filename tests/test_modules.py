@@ -175,6 +175,9 @@ def test_bad_input_is_named():
         module(x[..., :40])
     with pytest.raises(ValueError, match=r"x: found float32\[9, 48\]"):
         linen_mla.MLA(CONFIG).init(key, x[0])
+    for option in ("recipe", "remat", "implementation"):  # as it is made, not as it is called
+        with pytest.raises(ValueError, match=f"{option}: found 'no_such'"):
+            nnx_mla.MLA(CONFIG, rngs=key, **{option: "no_such"})
     with pytest.raises(ValueError, match=r"positions: found int32\[8\], wanted shape \[9\] or \[2, 9\]"):
         module(x, positions=jnp.arange(8))
     with pytest.raises(TypeError, match="positions: found dtype float32"):
