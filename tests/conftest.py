@@ -8,10 +8,13 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [
-    str(ROOT),
+# Tests run from a checkout: flax_examples and benchmarks are not installed. The root comes last, so that its folder
+# kernels/ does not hide the published package of that name, which transformers imports.
+sys.path[:] = [
     str(ROOT / "tests"),
-]  # tests run from a checkout: flax_examples and benchmarks are not installed
+    *(entry for entry in sys.path if Path(entry).resolve() != ROOT),
+    str(ROOT),
+]
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # For this run of the suite: its workers and the processes that tests start compile much that another has compiled.
     _compiled = tempfile.TemporaryDirectory(prefix="jax_mla-tests-")

@@ -1,6 +1,8 @@
 """What is installed, what importing it pulls in, and which way imports go."""
 
 import ast
+import importlib.metadata
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -85,6 +87,16 @@ assert set(jax_mla.__all__) <= set(dir(jax_mla))
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.golden
+def test_transformers_finds_its_own_kernels():
+    """It needs the published package `kernels` since 5.25; first on the path, the checkout's folder would hide that."""
+    try:
+        theirs = importlib.metadata.files("kernels")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("this transformers needs no package named kernels")
+    assert theirs and Path(importlib.util.find_spec("kernels").origin).parent != ROOT / "kernels"
+
+
 def test_extras_and_base_dependencies():
     project = PROJECT["project"]
     assert {d.split(">")[0] for d in project["dependencies"]} == {"jax", "numpy", "ml_dtypes"}
@@ -102,7 +114,7 @@ def test_the_wheel_holds_one_package(tmp_path):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     code = f"import setuptools.build_meta as b; b.build_wheel({str(tmp_path)!r})"
-    built = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    built = subprocess.run([sys.executable, "-P", "-c", code], cwd=source, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr[-2000:]
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
