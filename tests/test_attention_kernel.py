@@ -10,8 +10,9 @@ torch = pytest.importorskip("torch", reason="needs torch (extra `golden`): kerne
 from torch_launch import GPU, run, to_numpy, to_torch  # noqa: E402  (before triton: it chooses the interpreter)
 
 pytest.importorskip("triton", reason="needs triton (extra `test`)")
+from jax_mla.kernels import attention, attention_backward, blocks  # noqa: E402
+
 from jax_mla.attention_triton import bounds, bounds_by_last_key, bounds_of_runs, runs  # noqa: E402
-from kernels import attention, attention_backward, blocks  # noqa: E402
 
 pytestmark = [pytest.mark.golden, *([pytest.mark.gpu] if GPU else [])]
 

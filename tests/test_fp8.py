@@ -340,7 +340,7 @@ def test_a_second_derivative_is_refused():
 def test_kernels_give_the_same_bits(usage):
     """Ragged sizes, several entries with a scale each, NaN, infinities and subnormals; what is outside of the arrays is
     neither read nor written. On a GPU the same launches run as compiled kernels."""
-    from kernels import fp8 as kernels
+    from jax_mla.kernels import fp8 as kernels
 
     for entries, rows, columns, dtype, format in (
         (1, 7, 130, "bfloat16", "e4m3"),

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="needs torch (extra `golden`): kerne
 from torch_launch import GPU, run, to_numpy, to_torch  # noqa: E402  (before triton: it chooses the interpreter)
 
 triton = pytest.importorskip("triton", reason="needs triton (extra `test`)")
-from kernels import mxfp8, norm, rope, rope_mxfp8  # noqa: E402
+from jax_mla.kernels import mxfp8, norm, rope, rope_mxfp8  # noqa: E402
 
 pytestmark = [pytest.mark.golden, *([pytest.mark.gpu] if GPU else [])]
 

@@ -155,13 +155,13 @@ REFUSED = [
 @pytest.mark.parametrize("make, message", REFUSED, ids=[message for _, message in REFUSED])
 def test_a_launch_that_would_leave_its_arrays_is_refused(make, message):
     # Not before: what imports triton first decides whether it interprets.
-    import kernels.mxfp8
-    import kernels.norm
-    import kernels.rope
-    import kernels.rope_mxfp8
+    import jax_mla.kernels.mxfp8
+    import jax_mla.kernels.norm
+    import jax_mla.kernels.rope
+    import jax_mla.kernels.rope_mxfp8
 
     with pytest.raises(ValueError, match=message):
-        make(kernels)
+        make(jax_mla.kernels)
 
 
 def test_tiles_want_tokens():
